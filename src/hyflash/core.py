@@ -1,0 +1,307 @@
+"""The dataclasses that cross borders between parts. No behaviour beyond validation, no torch at import.
+
+Dimension letters (used in every shape comment of the project):
+B batch rows, T committed tokens in this call, L draft positions, A anchors per sequence, C tapped layers,
+D model width, H/G query/KV heads, K head dim, S recurrent state width, V vocabulary, N packed rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from hyflash.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+# ------------------------------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a request chooses its tokens and when it ends. Raises UserError on values that make no sense."""
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    """Stop tokens are masked and stop strings not looked for before this many tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 is off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """Report the log-probability of each token and of this many top alternatives."""
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, want: str) -> None:
+            if not ok:
+                raise UserError(f"{name} is {getattr(self, name)!r}; expected {want}.")
+
+        def real(x: float) -> bool:
+            return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+        def whole(x: object) -> bool:
+            return isinstance(x, int) and not isinstance(x, bool)
+
+        check(whole(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "a whole number of at least 1")
+        check(whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", "0 to max_tokens")
+        check(real(self.temperature) and self.temperature >= 0, "temperature", "a finite number of at least 0")
+        check(whole(self.top_k) and self.top_k >= 0, "top_k", "a whole number of at least 0 (0 is off)")
+        check(real(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        check(real(self.min_p) and 0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
+        check(real(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "a number above 0")
+        check(real(self.presence_penalty), "presence_penalty", "a finite number")
+        check(real(self.frequency_penalty), "frequency_penalty", "a finite number")
+        check(self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 20), "logprobs", "0 to 20")
+        check(whole(self.seed) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64-1")
+        check(all(isinstance(s, str) and s for s in self.stop), "stop", "strings that are not empty")
+        check(all(whole(k) and real(v) for k, v in self.logit_bias.items()), "logit_bias", "token id -> finite number")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt to continue. `prompt_ids` has at least one token."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    num_draft_tokens: int | None = None
+    """Cap on draft tokens per round for this request; None leaves it to the length policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of a committed token under the target's processed distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What one round committed for one request, in the order it happened."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    num_drafted: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTrace:
+    """One round of one request: what was drafted, accepted, committed, and by which source."""
+
+    num_drafted: int
+    num_accepted: int
+    num_committed: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """A finished request. Token counts exclude the prompt; times are wall-clock seconds."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    rounds: tuple[RoundTrace, ...]
+    ttft_sec: float
+    """From submit to the first committed token."""
+    decode_sec: float
+    """From the end of prefill to the last committed token."""
+    draft_state_bytes: int
+    """Drafter memory of this request at its end."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens committed per target forward, bonus included; 0 without rounds."""
+        return len(self.token_ids) / len(self.rounds) if self.rounds else 0.0
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """Committed tokens per second of decoding (prefill excluded)."""
+        return len(self.token_ids) / self.decode_sec if self.decode_sec > 0 else 0.0
+
+
+# --------------------------------------------------------------------------------------------- target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetInfo:
+    """The static facts of a target that drafters, reports and cards need."""
+
+    name: str
+    fingerprint: str
+    """Hash of the weights' identity (config and tensor bytes), equal only for equal models."""
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Tokens of several sequences for one target forward, packed sequence after sequence.
+
+    Position of a token = length of its sequence's cache + its index among the sequence's new tokens.
+    """
+
+    tokens: Tensor  # (N,) int64
+    seqs: tuple[int, ...]  # B sequence handles, each at most once
+    lengths: tuple[int, ...]  # B new tokens per sequence, each >= 1; they sum to N
+    taps: tuple[int, ...] = ()  # decoder layers whose outputs are wanted; num_layers = after the final norm
+    logits: Literal["all", "last", "none"] = "all"  # every row, the last row of each sequence, or no row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOutput:
+    """Result of one target forward, rows in the order of `Rows.tokens`."""
+
+    logits: Tensor | None  # (N or B, V) float32, by Rows.logits
+    features: Tensor | None  # (N, C, D) in the order of Rows.taps, clamped to +-65504
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetHooks:
+    """What a drafter may use of its target: static facts and the frozen embedding and head."""
+
+    info: TargetInfo
+    embed: Callable[[Tensor], Tensor]
+    """Token ids (...,) -> input embeddings (..., D) as the target's first layer sees them."""
+    head: Callable[[Tensor], Tensor]
+    """Final-normed hidden states (..., D) -> logits (..., V), soft-cap and scale included."""
+    head_rows: Callable[[Tensor], Tensor]
+    """Token ids (n,) -> rows (n, D) of the head's weight, for reduced vocabularies and chunked losses."""
+
+
+# -------------------------------------------------------------------------------------------- drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How the last proposal of each row fared; lets a drafter learn without `propose` writing state."""
+
+    proposed: Tensor  # (B, L) int64, the draft tokens that were verified
+    num_drafted: tuple[int, ...]  # B
+    num_accepted: tuple[int, ...]  # B
+    sources: tuple[str, ...]  # B, name of the drafter each row's proposal came from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Tokens that became part of the text and whose features exist: the old anchor and the accepted drafts.
+
+    The bonus token is not among them; it is the next anchor. The first commit of a row is its prompt
+    without the last token (prefill), in pieces of any size.
+    """
+
+    rows: tuple[int, ...]  # B state rows, each at most once
+    tokens: Tensor  # (B, T) int64, right-padded with 0
+    features: Tensor | None  # (B, T, C, D) at the drafter's target_layer_ids, zeros where padded; None without taps
+    lengths: tuple[int, ...]  # B, valid tokens per row, 0..T
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """Ask for up to `num_tokens[b]` tokens that follow `anchors[b]` in state row `rows[b]`."""
+
+    rows: tuple[int, ...]  # B
+    anchors: Tensor  # (B,) int64
+    num_tokens: tuple[int, ...]  # B, each >= 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Draft tokens; rows may be shorter than asked, also empty."""
+
+    tokens: Tensor  # (B, L) int64, right-padded with 0
+    lengths: tuple[int, ...]  # B, 0..L
+    probs: Tensor | None = None  # (B, L, V) exact proposal distribution; None = point mass
+    confidence: Tensor | None = None  # (B, L) float32 estimate of P(accepted | all before accepted)
+    sources: tuple[str, ...] = ()  # B, filled by drafters that choose between sources
+    num_nonfinite: int = 0  # rows cut short because the drafter produced NaN or infinity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Target-generated sequences with features and sampled anchors. Padded right; padding is masked everywhere."""
+
+    tokens: Tensor  # (B, T) int64
+    features: Tensor  # (B, T, C, D) at the drafter's target_layer_ids
+    lengths: Tensor  # (B,) int64, valid tokens per sequence
+    loss_mask: Tensor  # (B, T) bool, token may be a label (an answer token of the target)
+    anchors: Tensor  # (B, A) int64 positions, context is strictly before them
+    anchor_mask: Tensor  # (B, A) bool, anchor is real
+    weights: Tensor  # (B, A) float32, loss weight of the anchor (loops count less)
+    ids: tuple[str, ...] = ()  # sequence ids, for error messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftOutput:
+    """Training forward of a block drafter: one prediction per anchor and draft position."""
+
+    hidden: Tensor  # (B, A, L, D) input of the head
+    labels: Tensor  # (B, A, L) int64, token at anchor + 1 + l
+    mask: Tensor  # (B, A, L) bool, label exists and is supervised
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """Loss as sums, so that accumulation and ranks weigh alike: total = sum(numerator) / sum(denominator)."""
+
+    numerator: Tensor  # () float32, with gradient
+    denominator: Tensor  # () float32, without gradient
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # name -> (numerator, denominator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCost:
+    """Static cost of a drafter for one sequence with a given context."""
+
+    state_bytes: int
+    """Memory that does not grow with the context."""
+    kv_bytes_per_token: int
+    """Memory per committed token that grows."""
+    weight_bytes: int
+    propose_flops: int
+    commit_flops_per_token: int
+
+    def total_bytes(self, context_tokens: int) -> int:
+        """Drafter state of one sequence at this context, without weights."""
+        return self.state_bytes + self.kv_bytes_per_token * context_tokens

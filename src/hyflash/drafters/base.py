@@ -1,0 +1,110 @@
+"""The drafter contract: one file per method, found by its file name, no registry.
+
+A drafter file `NAME.py` defines `class DrafterImpl(Drafter)` with a `Config`; its docstring's first line is
+its summary. State holds committed tokens only: `commit` is its only writer, `propose` leaves it as it was, so
+nothing ever rolls back. State is batched: `new_state(num_rows)` gives empty rows, `reset` empties one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
+from hyflash.errors import HyflashError
+from hyflash.options import Options
+
+
+class DrafterConfig(Options):
+    """Options of a drafter; each field's description is its help text."""
+
+    @classmethod
+    def tiny(cls) -> Self:
+        """A small valid config for the contract tests (2 layers at most, small windows)."""
+        return cls()
+
+
+class State(ABC):
+    """Memory of a drafter for several rows."""
+
+    @abstractmethod
+    def reset(self, row: int) -> None:
+        """Empty one row for a new sequence."""
+
+    @abstractmethod
+    def nbytes(self, row: int) -> int:
+        """Bytes this row holds now."""
+
+    @abstractmethod
+    def snapshot(self, row: int) -> dict[str, Any]:
+        """A copy of one row (tensors and plain values) that later commits do not change."""
+
+    @abstractmethod
+    def restore(self, row: int, saved: dict[str, Any]) -> None:
+        """Put a snapshot into a row, bit for bit."""
+
+
+class Drafter(nn.Module, ABC):
+    """Proposes tokens. `target_layer_ids` are the taps it reads (empty: it needs no features)."""
+
+    Config: ClassVar[type[DrafterConfig]]
+    trainable: ClassVar[bool] = True
+    source: ClassVar[str] = ""
+    """Paper or project the method is from."""
+
+    target_layer_ids: tuple[int, ...] = ()
+    max_draft_tokens: int = 0
+    """Most tokens one proposal can hold."""
+    max_positions: int | None = None
+    """Longest context (anchor position + drafts) it can serve; None is no limit."""
+
+    def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
+        super().__init__()
+        self.config = config
+        self.hooks = hooks
+
+    @abstractmethod
+    def new_state(self, num_rows: int) -> State:
+        """Empty state with rows 0..num_rows-1."""
+
+    @abstractmethod
+    def commit(self, state: State, new: Commit) -> None:
+        """Take committed tokens into the state; the only writer."""
+
+    @abstractmethod
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        """Draft tokens after each row's anchor. Must not change the state."""
+
+    @abstractmethod
+    def cost(self, context_tokens: int) -> DraftCost:
+        """Static bytes and FLOPs of one sequence at this context."""
+
+    def forward(self, batch: TrainBatch) -> DraftOutput:
+        """Training forward at the batch's anchors; equals the serving proposal after committing each prefix."""
+        raise HyflashError(f"{type(self).__module__} is training-free.")
+
+    def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
+        """Training loss as sums."""
+        raise HyflashError(f"{type(self).__module__} is training-free.")
+
+    def start(self, batches: list[TrainBatch]) -> dict[str, float]:
+        """Closed-form start from a few batches, where the method has one; returns figures for the log."""
+        return {}
+
+
+def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
+    """Greedy tokens of a block, cut at the first non-finite position.
+
+    In: logits (B, L, V), wanted lengths (B). Out: tokens (B, L), lengths, probability of each token (B, L)
+    float32, and the number of rows cut short.
+    """
+    finite = torch.isfinite(logits).all(-1)  # (B, L)
+    good = finite.long().cumprod(1).sum(1).tolist()
+    clean = torch.where(finite[..., None], logits, torch.zeros_like(logits)).float()
+    probs, tokens = clean.softmax(-1).max(-1)
+    lengths = tuple(min(w, g, logits.shape[1]) for w, g in zip(wanted, good, strict=True))
+    cut = sum(g < min(w, logits.shape[1]) for w, g in zip(wanted, good, strict=True))
+    return tokens, lengths, probs, cut
