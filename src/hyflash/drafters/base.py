@@ -55,6 +55,9 @@ class Drafter(nn.Module, ABC):
     source: ClassVar[str] = ""
     """Paper or project the method is from."""
 
+    optional_tensors: ClassVar[tuple[str, ...]] = ()
+    """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
+
     target_layer_ids: tuple[int, ...] = ()
     max_draft_tokens: int = 0
     """Most tokens one proposal can hold."""
@@ -82,6 +85,10 @@ class Drafter(nn.Module, ABC):
     def cost(self, context_tokens: int) -> DraftCost:
         """Static bytes and FLOPs of one sequence at this context."""
 
+    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
+        """Kind of proposal each row would get (lookup: its match length); acceptance is kept apart by it."""
+        return (0,) * len(request.rows)
+
     def forward(self, batch: TrainBatch) -> DraftOutput:
         """Training forward at the batch's anchors; equals the serving proposal after committing each prefix."""
         raise HyflashError(f"{type(self).__module__} is training-free.")
@@ -93,6 +100,10 @@ class Drafter(nn.Module, ABC):
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
         """Closed-form start from a few batches, where the method has one; returns figures for the log."""
         return {}
+
+    def set_draft_vocab(self, ids: Tensor) -> None:
+        """Set the static part (n,) of a reduced draft vocabulary before training, where the method has one."""
+        raise HyflashError(f"{type(self).__module__} has no reduced draft vocabulary.")
 
 
 def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], Tensor, int]:

@@ -1,0 +1,133 @@
+"""`hyflash.load`: from names to an engine that decodes. The command line and the Python API both start here.
+
+In: what `-t` and `-d` name. Out: a `Session` (engine, tokenizer, target, drafter, warnings) or just its engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from hyflash import checkpoint, drafters, hub
+from hyflash.bench import costs
+from hyflash.drafters.base import Drafter
+from hyflash.engine.decode import Engine, Exact
+from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
+from hyflash.errors import UserError, nearest
+from hyflash.options import parse_assignment
+from hyflash.targets import hf
+from hyflash.text import Tokenizer
+
+DEFAULT_DRAFT_TOKENS = 5
+LENGTHS = ("adaptive", "fixed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedTarget:
+    """A target with its tokenizer, and what the user called it."""
+
+    name: str
+    path: str
+    model: hf.HFTarget
+    tokenizer: Tokenizer
+
+
+def load(
+    target: str = hub.DEFAULT_TARGET,
+    drafter: str | None = None,
+    *,
+    options: Sequence[str] = (),
+    dtype: str = "float32",
+    num_threads: int | None = None,
+    length: str = "adaptive",
+    num_draft_tokens: int | None = None,
+    exact: str = "auto",
+    max_rows: int = 64,
+) -> Engine:
+    """An engine for a target and a drafter, as the command line would make it.
+
+    `drafter` None is the default one of the target, "none" is plain decoding; `options` are `key=value` for a
+    drafter given by its bare name. Raises UserError on anything that does not fit.
+    """
+    loaded = load_target(target, dtype=dtype, num_threads=num_threads)
+    spec = hub.default_drafter(target) if drafter is None else drafter
+    return make_engine(
+        loaded,
+        load_drafter(spec, loaded, options=options),
+        length=length,
+        num_draft_tokens=num_draft_tokens,
+        exact=exact,
+        max_rows=max_rows,
+    )
+
+
+def load_target(spec: str, *, dtype: str = "float32", num_threads: int | None = None) -> LoadedTarget:
+    """Resolve and load a target and its tokenizer. Raises UserError."""
+    if num_threads is not None and num_threads < 1:
+        raise UserError(f"threads is {num_threads}; expected a whole number of at least 1.")
+    path = hub.resolve_target(spec)
+    return LoadedTarget(
+        name=spec,
+        path=path,
+        model=hf.load(path, dtype=dtype, num_threads=num_threads),
+        tokenizer=Tokenizer.from_dir(path),
+    )
+
+
+def load_drafter(spec: str, target: LoadedTarget, *, options: Sequence[str] = ()) -> Drafter | None:
+    """The drafter a spec names, or None for "none". Raises UserError."""
+    hooks = target.model.hooks()
+    if spec == "none":
+        if options:
+            raise UserError("-o sets options of a drafter, and the drafter is none; leave it out or name a drafter.")
+        return None
+    if not options:
+        return checkpoint.load(spec, hooks)
+    if spec not in drafters.names():
+        raise UserError(
+            f"-o sets options of a drafter given by its bare name; {spec!r} is none (a checkpoint has its own). "
+            f"Known names: {', '.join(drafters.names())}."
+        )
+    method = drafters.load_class(spec)
+    values = dict(parse_assignment(text) for text in options)
+    return method(method.Config.parse(values, where=f"drafter {spec}"), hooks).eval()
+
+
+def make_policy(
+    target: LoadedTarget, drafter: Drafter | None, *, length: str, num_draft_tokens: int | None
+) -> LengthPolicy:
+    """The length policy; the adaptive one measures this machine once (cached). Raises UserError."""
+    if length not in LENGTHS:
+        raise UserError(f"length is {length!r}; expected {' or '.join(LENGTHS)}.{nearest(length, LENGTHS)}")
+    if num_draft_tokens is not None and num_draft_tokens < 1:
+        raise UserError(f"num_draft_tokens is {num_draft_tokens}; expected at least 1 (plain decoding is -d none).")
+    if drafter is None:
+        return FixedLength(0)
+    most = drafter.max_draft_tokens
+    if num_draft_tokens is not None and num_draft_tokens > most:
+        raise UserError(f"num_draft_tokens is {num_draft_tokens}; this drafter proposes at most {most}.")
+    if length == "fixed":
+        return FixedLength(num_draft_tokens or min(DEFAULT_DRAFT_TOKENS, most))
+    table = costs.measured(target.model)
+    return AdaptiveLength(table.relative, max_draft_tokens=num_draft_tokens or min(max(table.seconds) - 1, most))
+
+
+def make_engine(
+    target: LoadedTarget,
+    drafter: Drafter | None,
+    *,
+    length: str = "adaptive",
+    num_draft_tokens: int | None = None,
+    exact: str = "auto",
+    max_rows: int = 64,
+) -> Engine:
+    """An engine over a loaded target. Raises UserError."""
+    return Engine(
+        target.model,
+        drafter,
+        tokenizer=target.tokenizer,
+        policy=make_policy(target, drafter, length=length, num_draft_tokens=num_draft_tokens),
+        exact=cast(Exact, exact),  # the engine refuses other words
+        max_rows=max_rows,
+    )

@@ -1,0 +1,274 @@
+"""`hyflash bench`: drafters against plain decoding, measured in turns; a table for people, one object for scripts."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hyflash import hub
+from hyflash.cli import flags, report
+from hyflash.core import SamplingParams
+from hyflash.errors import UserError
+
+if TYPE_CHECKING:
+    from hyflash.api import LoadedTarget
+    from hyflash.bench.run import Progress, Row
+    from hyflash.bench.workloads import Workload
+
+
+def bench(
+    *,
+    target: flags.Target = hub.DEFAULT_TARGET,
+    drafter: Annotated[
+        list[str] | None, typer.Option("-d", "--drafter", help="NAME, CHECKPOINT, NAME:CHECKPOINT or A+B; repeatable.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Option(help="Prompt file, dataset name, or demo (built in); repeatable.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many prompts per domain.")] = None,
+    max_tokens: flags.MaxTokens = 128,
+    context: Annotated[str | None, typer.Option(help="Stretch prompts to these token counts: 512,2k,8k.")] = None,
+    temperature: flags.Temperature = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of prompt choice, context filler and sampling.")] = 0,
+    num_draft_tokens: flags.NumDraftTokens = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="adaptive|fixed", help="Draft length policy. Default: adaptive; fixed if acceptance only."
+        ),
+    ] = None,
+    exact: flags.Exact = "auto",
+    thinking: flags.Thinking = None,
+    acceptance_only: Annotated[
+        bool, typer.Option("--acceptance-only", help="Acceptance by replay of plain answers: fast, no times.")
+    ] = False,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Only measure what a forward of each width costs here, c(q).")
+    ] = False,
+    dtype: flags.Dtype = "float32",
+    threads: flags.Threads = None,
+    out: Annotated[Path | None, typer.Option(help="Append the JSON object as a line to this file.")] = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Measure drafters: acceptance, speed, exactness, memory.
+
+    \b
+    Examples:
+      hyflash bench -d lookup --prompts demo
+      hyflash bench -d lookup -d ./my-drafter --prompts gsm8k.jsonl --limit 30 -n 256 --json
+      hyflash bench -d ./my-drafter --acceptance-only --num-draft-tokens 5
+      hyflash bench --costs
+    """
+    flags.check_words(dtype=dtype, exact=exact, length=length or "adaptive")
+    if acceptance_only and length == "adaptive":
+        raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
+    if costs and (drafter or prompts or acceptance_only):
+        raise UserError("--costs measures the target alone; leave -d, --prompts and --acceptance-only out.")
+    if not costs and (not drafter or "none" in drafter):
+        raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
+    if len(set(drafter or ())) != len(drafter or ()):
+        raise UserError("a drafter is named twice; name each once.")
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    contexts = [flags.parse_tokens(text) for text in context.split(",")] if context else [None]
+    if out is not None:
+        _check_writable(out)
+
+    from hyflash import api
+
+    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
+    if costs:
+        table = _costs(loaded, contexts)
+    else:
+        workloads, notes = _workloads(
+            loaded,
+            prompts or ["demo"],
+            limit=limit,
+            seed=seed,
+            contexts=contexts,
+            max_tokens=max_tokens,
+            thinking=thinking,
+        )
+        table = _compare(
+            loaded,
+            drafter or [],
+            workloads,
+            params,
+            length=length or ("fixed" if acceptance_only else "adaptive"),
+            num_draft_tokens=num_draft_tokens,
+            exact=exact,
+            acceptance_only=acceptance_only,
+            settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking, "dtype": dtype},
+            quiet=quiet,
+        )
+        table["warnings"] = notes
+        report.warn([] if json else notes)
+    if out is not None:
+        _append(out, table)
+    if json:
+        report.print_json(table)
+    else:
+        from hyflash.cli.tables import print_costs, print_rows
+
+        (print_costs if costs else print_rows)(table)
+
+
+def _workloads(
+    loaded: LoadedTarget,
+    sources: Sequence[str],
+    *,
+    limit: int | None,
+    seed: int,
+    contexts: Sequence[int | None],
+    max_tokens: int,
+    thinking: bool | None,
+) -> tuple[list[Workload], list[str]]:
+    """Workloads by domain and context, and notes on contexts cut so that the answer fits."""
+    from hyflash.bench import workloads as w
+
+    out: list[Workload] = []
+    notes: list[str] = []
+    room = loaded.model.info.max_context - max_tokens
+    for domain, found in w.read(sources, limit=limit, seed=seed).items():
+        for context in contexts:
+            if context is None:
+                out.append(w.natural(domain, found, loaded.tokenizer, thinking=thinking))
+                continue
+            if context > room:
+                notes.append(
+                    f"prompts of {context} tokens were cut to {room}: {loaded.name} holds "
+                    f"{loaded.model.info.max_context} tokens and the answer takes {max_tokens}"
+                )
+            out.append(
+                w.stretched(domain, found, loaded.tokenizer, context=min(context, room), seed=seed, thinking=thinking)
+            )
+    return out, list(dict.fromkeys(notes))
+
+
+def _compare(
+    loaded: LoadedTarget,
+    specs: Sequence[str],
+    workloads: list[Workload],
+    params: SamplingParams,
+    *,
+    length: str,
+    num_draft_tokens: int | None,
+    exact: str,
+    acceptance_only: bool,
+    settings: dict[str, Any],
+    quiet: bool,
+) -> dict[str, Any]:
+    """Run and gather the JSON object of the contract."""
+    from hyflash import api
+    from hyflash.bench import run
+
+    made = []
+    for spec in specs:
+        one = api.load_drafter(spec, loaded)
+        assert one is not None
+        made.append((spec, one))
+    plain = api.make_engine(loaded, None, exact=exact, max_rows=64 if acceptance_only else 1)
+    draft_tokens = num_draft_tokens or api.DEFAULT_DRAFT_TOKENS
+    with _progress(quiet) as progress:
+        if acceptance_only:
+            rows = run.acceptance_only(plain, made, workloads, params, num_draft_tokens=draft_tokens, progress=progress)
+        else:
+            engines = [
+                (
+                    spec,
+                    api.make_engine(
+                        loaded, one, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1
+                    ),
+                )
+                for spec, one in made
+            ]
+            rows = run.timed(plain, engines, workloads, params, progress=progress)
+    return {
+        "target": loaded.name,
+        "settings": {
+            **settings,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "length": length,
+            "num_draft_tokens": draft_tokens if length == "fixed" else num_draft_tokens,
+            "exact": exact,
+            "exactness": plain.exactness,
+            "acceptance_only": acceptance_only,
+            "chat_template": loaded.tokenizer.has_template,
+        },
+        "provenance": {
+            **_provenance(loaded),
+            "prompts_sha256": {_label(row): row.workload.sha256 for row in rows},
+            "drafters_sha256": {spec: run.drafter_sha256(one) for spec, one in made},
+        },
+        "results": [run.as_dict(row) for row in rows],
+        "differences": run.differences(rows),
+    }
+
+
+def _costs(loaded: LoadedTarget, contexts: Sequence[int | None]) -> dict[str, Any]:
+    from hyflash.bench import costs
+
+    tables = [
+        costs.measure(loaded.model, context_tokens=context or costs.CONTEXT_TOKENS, num_repeats=15, max_sec=30)
+        for context in contexts
+    ]
+    return {
+        "target": loaded.name,
+        "provenance": _provenance(loaded),
+        "costs": [
+            {
+                "context": table.context_tokens,
+                "seconds": {str(width): sec for width, sec in table.seconds.items()},
+                "c": {str(width): value for width, value in table.relative.items()},
+            }
+            for table in tables
+        ],
+    }
+
+
+def _provenance(loaded: LoadedTarget) -> dict[str, Any]:
+    from hyflash.environment import provenance
+
+    info = loaded.model.info
+    return {**provenance(), "target_fingerprint": info.fingerprint, "target_dtype": info.dtype}
+
+
+def _label(row: Row) -> str:
+    return row.workload.domain + (f"@{row.workload.context}" if row.workload.context else "")
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """A bar on stderr while it is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("bench", total=None)
+
+        def step(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield step
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before hours of work, not after. Raises UserError."""
+    try:
+        with path.open("a"):
+            pass
+    except OSError as err:
+        raise UserError(f"cannot write to {path} ({err.strerror}); choose another file for --out.") from err
+
+
+def _append(path: Path, table: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(jsonlib.dumps(table, ensure_ascii=False) + "\n")

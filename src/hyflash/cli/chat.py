@@ -1,0 +1,172 @@
+"""`hyflash chat`: a conversation in the terminal (or from a pipe, a line a turn)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hyflash import hub
+from hyflash.cli import flags, report
+from hyflash.cli.generate import stream
+from hyflash.core import Request, SamplingParams
+from hyflash.errors import UserError
+
+if TYPE_CHECKING:
+    from hyflash.engine.decode import Engine
+    from hyflash.text import Tokenizer
+
+HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."
+
+
+def chat(
+    *,
+    target: flags.Target = hub.DEFAULT_TARGET,
+    drafter: flags.Drafter = None,
+    option: flags.Overrides = None,
+    max_tokens: flags.MaxTokens = 512,
+    min_tokens: flags.MinTokens = 0,
+    temperature: flags.Temperature = 0.0,
+    top_k: flags.TopK = 0,
+    top_p: flags.TopP = 1.0,
+    min_p: flags.MinP = 0.0,
+    repetition_penalty: flags.RepetitionPenalty = 1.0,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    logprobs: flags.Logprobs = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    stop_token_id: flags.StopTokenId = None,
+    ignore_eos: flags.IgnoreEos = False,
+    num_draft_tokens: flags.NumDraftTokens = None,
+    length: flags.Length = "adaptive",
+    exact: flags.Exact = "auto",
+    system: flags.System = None,
+    thinking: flags.Thinking = None,
+    dtype: flags.Dtype = "float32",
+    threads: flags.Threads = None,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Talk with a model.
+
+    \b
+    Examples:
+      hyflash chat
+      hyflash chat -t ./my-model -d lookup --temperature 0.7 --seed 1
+    """
+    params = flags.sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        logprobs=logprobs,
+        seed=seed,
+        stop=stop,
+        stop_token_id=stop_token_id,
+        ignore_eos=ignore_eos,
+    )
+    flags.check_words(dtype=dtype, exact=exact, length=length)
+    spec = hub.default_drafter(target) if drafter is None else drafter
+    if logprobs is not None and not json:
+        raise UserError("--logprobs are printed with --json only; add --json.")
+    if spec == "none" and num_draft_tokens is not None:
+        raise UserError("--num-draft-tokens needs a drafter, and the drafter is none.")
+    if system is not None:
+        flags.check_text("the system message", system)
+
+    from hyflash import api
+
+    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
+    made = api.load_drafter(spec, loaded, options=option or ())
+    engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
+    warnings = flags.idle_options(params, seed_given=seed is not None)
+    report.warn([] if json else warnings)
+    report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)
+    talk(
+        engine,
+        loaded.tokenizer,
+        params,
+        system=system,
+        thinking=thinking,
+        names=(target, spec),
+        json=json,
+        quiet=quiet,
+        warnings=warnings,
+    )
+
+
+def talk(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    *,
+    system: str | None,
+    thinking: bool | None,
+    names: tuple[str, str],
+    json: bool,
+    quiet: bool,
+    warnings: list[str],
+) -> None:
+    """Answer turn after turn until the input ends. A turn that cannot be served is said and leaves the talk going."""
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    messages = list(opening)
+    tokenizer.chat([*opening, {"role": "user", "content": "Hello"}], thinking)  # a template that cannot fails here
+    for line in _lines():
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/reset":
+            messages = list(opening)
+            continue
+        if not line.strip():
+            continue
+        turn = [*messages, {"role": "user", "content": line}]
+        shown: list[str] = []
+
+        def show(text: str, shown: list[str] = shown) -> None:
+            shown.append(text)
+            if not json:
+                report.piece(text)
+
+        try:
+            flags.check_text("the line", line)
+            ids = tokenizer.chat(turn, thinking)
+            result = stream(engine, Request(prompt_ids=tuple(ids), params=replace(params)), show)
+        except UserError as err:
+            report.say(f"error: {err} /reset starts over.")
+            continue
+        except KeyboardInterrupt:
+            if not shown:
+                raise
+            report.say("stopped.", quiet=quiet)
+            messages = [*turn, {"role": "assistant", "content": "".join(shown).rstrip("\n")}]
+            continue
+        messages = [*turn, {"role": "assistant", "content": result.text}]
+        if json:
+            report.print_json(
+                report.result_fields(result, engine, target=names[0], drafter=names[1], warnings=warnings)
+            )
+        report.say(report.summary(result, drafter=names[1]), quiet=quiet)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of the terminal with a prompt mark, or of a pipe without."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    import readline  # noqa: F401  arrow keys and history in input()
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

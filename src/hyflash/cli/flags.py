@@ -1,0 +1,181 @@
+"""The options that commands share, each written once: same name, same short form, same help everywhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
+
+from hyflash.core import SamplingParams
+from hyflash.errors import UserError, nearest
+
+Target = Annotated[
+    str, typer.Option("-t", "--target", help="Known name, model directory, .gguf file or hub name owner/name.")
+]
+Drafter = Annotated[
+    str | None,
+    typer.Option(
+        "-d",
+        "--drafter",
+        help="NAME, CHECKPOINT, NAME:CHECKPOINT, A+B, or none. "
+        "Default: lookup with the drafter that ships for the target, else lookup.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("-o", "--option", metavar="KEY=VALUE", help="Option of the drafter; repeatable.")
+]
+MaxTokens = Annotated[int, typer.Option("-n", "--max-tokens", help="Most new tokens.")]
+MinTokens = Annotated[int, typer.Option(help="Do not stop before this many tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Sample among this many most likely tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the top probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Divide the logits of seen tokens by this; 1 is off.")]
+PresencePenalty = Annotated[float, typer.Option(help="Lower the logits of seen tokens by this.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Lower the logits of seen tokens by this for each time.")]
+LogitBias = Annotated[
+    list[str] | None, typer.Option(metavar="ID=BIAS", help="Add BIAS to the logit of token ID; repeatable.")
+]
+Logprobs = Annotated[int | None, typer.Option(help="Report log-probabilities and this many alternatives (--json).")]
+Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed gives the same text. Default 0.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-sequence token.")]
+NumDraftTokens = Annotated[
+    int | None, typer.Option(help="Draft tokens per round: the count (fixed) or cap (adaptive).")
+]
+Length = Annotated[str, typer.Option(metavar="adaptive|fixed", help="How the draft length is chosen each round.")]
+Exact = Annotated[
+    str, typer.Option(metavar="auto|recheck|off", help="How text is kept equal to plain decoding; off may differ.")
+]
+System = Annotated[str | None, typer.Option(help="System message.")]
+Thinking = Annotated[
+    bool | None, typer.Option("--thinking/--no-thinking", help="Thinking mode, where the template has one.")
+]
+Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Arithmetic of the target.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress or summary on stderr.")]
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+EXACT = ("auto", "recheck", "off")
+LENGTHS = ("adaptive", "fixed")
+
+
+def check_words(*, dtype: str = "float32", exact: str = "auto", length: str = "adaptive") -> None:
+    """Refuse unknown words before anything slow is loaded. Raises UserError with the nearest one."""
+    for name, value, known in (("dtype", dtype, DTYPES), ("exact", exact, EXACT), ("length", length, LENGTHS)):
+        if value not in known:
+            raise UserError(f"{name} is {value!r}; expected {' or '.join(known)}.{nearest(value, known)}")
+
+
+def sampling(
+    *,
+    max_tokens: int,
+    min_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+    presence_penalty: float,
+    frequency_penalty: float,
+    logit_bias: Sequence[str] | None,
+    logprobs: int | None,
+    seed: int | None,
+    stop: Sequence[str] | None,
+    stop_token_id: Sequence[int] | None,
+    ignore_eos: bool,
+) -> SamplingParams:
+    """Sampling parameters of a command line. Raises UserError on a value that makes no sense."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=_biases(logit_bias or ()),
+        logprobs=logprobs,
+        seed=seed or 0,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+    )
+
+
+def sampling_range(*, temperature: float, top_p: float, share: float, seed: int, max_tokens: int) -> None:
+    """Refuse values that `data regenerate` cannot use, before anything slow is loaded. Raises UserError."""
+    SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    if not 0 <= share <= 1:
+        raise UserError(f"greedy_share is {share}; expected a number from 0 to 1.")
+
+
+def idle_options(params: SamplingParams, *, seed_given: bool) -> list[str]:
+    """A warning for each option that cannot change this run."""
+    if params.temperature > 0:
+        return []
+    idle = [
+        ("--seed", seed_given),
+        ("--top-k", params.top_k != 0),
+        ("--top-p", params.top_p != 1.0),
+        ("--min-p", params.min_p != 0.0),
+    ]
+    return [f"{name} has no effect at temperature 0 (greedy)" for name, given in idle if given]
+
+
+def read_prompt(prompt: str | None) -> str:
+    """The prompt of the command line, or of stdin for `-` or none. Raises UserError when there is none."""
+    if prompt is None and sys.stdin.isatty():
+        raise UserError("no prompt; give one in quotes, or `-` to read it from stdin.")
+    if prompt is None or prompt == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as err:
+            raise UserError(f"the prompt on stdin is not UTF-8 (byte {err.start}); expected UTF-8 text.") from err
+    else:
+        text = prompt
+    return check_text("the prompt", text)
+
+
+def check_text(what: str, text: str) -> str:
+    """`text` if it has something to say and is valid Unicode. Raises UserError otherwise."""
+    if not text.strip():
+        raise UserError(f"{what} is empty; expected some text.")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as err:
+        raise UserError(f"{what} is not valid UTF-8 at character {err.start}; expected UTF-8 text.") from err
+    return text
+
+
+def parse_tokens(text: str) -> int:
+    """`512`, `2k` (2048) or `1.5k` as a token count. Raises UserError."""
+    raw = text.strip().lower()
+    try:
+        count = float(raw[:-1]) * 1024 if raw.endswith("k") else float(raw)
+    except ValueError:
+        count = math.nan
+    if not (math.isfinite(count) and count >= 1 and count == int(count)):
+        raise UserError(f"context {text!r} is not a token count; expected something like 512 or 2k.")
+    return int(count)
+
+
+def _biases(items: Iterable[str]) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for item in items:
+        key, sep, value = item.partition("=")
+        try:
+            out[int(key)] = float(value)
+        except ValueError:
+            sep = ""
+        if not sep:
+            raise UserError(f"logit bias {item!r} is not of the form ID=BIAS, like 42=-5.")
+    return out

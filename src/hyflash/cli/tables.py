@@ -1,0 +1,93 @@
+"""Tables for people on stdout, drawn with rich."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hyflash.cli.report import size
+
+
+def print_rows(table: dict[str, Any]) -> None:
+    """The results of a bench run."""
+    console = _console()
+    out = Table(title=f"target {table['target']}", title_justify="left")
+    columns = ("drafter", "domain", "context", "tau", "95 %", "loop-free", "of requests", "by position")
+    for name in (*columns, "tok/s", "speed-up", "TTFT", "state", "KV/token", "exact"):
+        out.add_column(name, justify="left" if name in ("drafter", "domain", "by position") else "right")
+    for row in table["results"]:
+        out.add_row(
+            row["drafter"],
+            row["domain"],
+            str(row["context"] or "-"),
+            f"{row['tau']:.3f}",
+            "{:.2f}-{:.2f}".format(*row["tau_interval"]),
+            _number(row["tau_loop_free"], "{:.3f}"),
+            f"{row['tau_mean_of_requests']:.3f}",
+            " ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"][:8]),
+            _spread(row),
+            _number(row["speedup"], "{:.2f}x"),
+            _number(row["ttft_sec"], "{:.2f} s"),
+            size(row["state_bytes"]),
+            size(row["kv_bytes_per_token"]),
+            {True: "passed", False: f"{len(row['forks'])} forks", None: "not checked"}[row["exact"]],
+        )
+    console.print(out)
+    for row in table["differences"]:
+        low, high = row["interval"]
+        console.print(
+            f"{row['domain']} {row['context'] or ''}: {row['drafter']} - {row['against']} = "
+            f"{row['tau_difference']:+.3f} tokens per round (95 %: {low:+.3f} to {high:+.3f})"
+        )
+    for row in table["results"]:
+        for fork in row["forks"]:
+            console.print(
+                f"{row['drafter']} forks on {fork['prompt_id']} at token {fork['index']}, "
+                f"top-1/top-2 margin {fork['margin']:.2g}"
+            )
+
+
+def print_costs(table: dict[str, Any]) -> None:
+    """c(q) by width."""
+    for one in table["costs"]:
+        out = Table(title=f"{table['target']}, context {one['context']} tokens", title_justify="left")
+        for name in ("width", "ms", "c(q)", "ms per row"):
+            out.add_column(name, justify="right")
+        for width, sec in one["seconds"].items():
+            out.add_row(width, f"{sec * 1e3:.2f}", f"{one['c'][width]:.3f}", f"{sec * 1e3 / int(width):.2f}")
+        _console().print(out)
+
+
+def print_drafters(entries: list[dict[str, Any]]) -> None:
+    """The drafters and their memory at the embedded target's shape."""
+    out = Table()
+    for name in ("name", "trainable", "state", "KV/token", "what it is", "from"):
+        out.add_column(name, justify="right" if name in ("state", "KV/token") else "left")
+    for entry in entries:
+        out.add_row(
+            entry["name"],
+            "yes" if entry["trainable"] else "no",
+            size(entry["state_bytes"]),
+            size(entry["kv_bytes_per_token"]),
+            entry["summary"],
+            entry["source"],
+        )
+    _console().print(out)
+
+
+def _console() -> Console:
+    """On a pipe a table must not be squeezed to 80 columns."""
+    console = Console(soft_wrap=False, highlight=False, markup=False)
+    return console if console.is_terminal else Console(width=200, highlight=False, markup=False)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _spread(row: dict[str, Any]) -> str:
+    if row["tokens_per_sec"] is None:
+        return "-"
+    return f"{row['tokens_per_sec']:.1f} ({row['tokens_per_sec_p10']:.1f}-{row['tokens_per_sec_p90']:.1f})"

@@ -1,0 +1,173 @@
+"""Let the target answer prompts: training data must be its own words.
+
+In: prompts and a target. Out: `answers.jsonl`, one answer a line, and `answers.jsonl.meta.json` beside it. Runs in
+batches; rerun after a stop it goes on where it was, since answered ids are skipped and lines are whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from hyflash.core import Request, SamplingParams
+from hyflash.data.answers import read_answers
+from hyflash.data.disk import clear_disk_errors, write_json
+from hyflash.data.prompts import Prompt
+from hyflash.engine.decode import Engine
+from hyflash.errors import UserError
+from hyflash.targets.base import Target
+from hyflash.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How answers are drawn. A share of the prompts is answered greedily, the rest at `temperature`."""
+
+    max_tokens: int = 256
+    temperature: float = 0.7
+    top_p: float = 1.0
+    greedy_share: float = 0.5
+    seed: int = 0
+    thinking: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Counts of a running regeneration; success + errors + skipped = num_prompts at its end."""
+
+    num_prompts: int
+    num_success: int
+    num_errors: int
+    num_skipped: int
+    num_tokens: int
+    tokens_per_sec: float
+
+
+def regenerate(
+    target: Target,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    sampling: Sampling,
+    batch: int = 64,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Answer every prompt that `out` does not hold yet and append the answers to it.
+
+    A prompt that cannot be served (too long, refused by the template) counts as an error and is left out. Raises
+    UserError when `out` belongs to another target or other settings, and when the disk is full.
+    """
+    _check_meta(out, target, sampling)
+    done = {a.id for a in read_answers(out).answers} if out.exists() else set()
+    _end_with_newline(out)
+    todo = [p for p in prompts if p.id not in done]
+    engine = Engine(target, max_rows=batch, exact="off", tokenizer=None)
+    counts: Counter[str] = Counter(skipped=len(prompts) - len(todo))
+    began = time.perf_counter()
+
+    def report() -> Progress:
+        elapsed = max(time.perf_counter() - began, 1e-9)
+        return Progress(
+            num_prompts=len(prompts),
+            num_success=counts["success"],
+            num_errors=counts["error"],
+            num_skipped=counts["skipped"],
+            num_tokens=counts["tokens"],
+            tokens_per_sec=counts["tokens"] / elapsed,
+        )
+
+    waiting = iter(todo)
+    running: dict[int, tuple[Prompt, SamplingParams]] = {}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as sink:
+        while True:
+            while len(running) < batch and (prompt := next(waiting, None)) is not None:
+                try:
+                    request = _request(prompt, tokenizer, sampling)
+                    running[engine.submit(request)] = (prompt, request.params)
+                except UserError:
+                    counts["error"] += 1
+            if not running:
+                break
+            for request_id in {e.request_id for e in engine.step() if e.finish_reason is not None}:
+                prompt, params = running.pop(request_id)
+                result = engine.result(request_id)
+                if result.error is not None:
+                    counts["error"] += 1
+                    continue
+                row = {
+                    "id": prompt.id,
+                    "domain": prompt.domain,
+                    "messages": list(prompt.messages),
+                    "prompt_ids": list(result.prompt_ids),
+                    "answer_ids": list(result.token_ids),
+                    "finish_reason": result.finish_reason,
+                    "temperature": params.temperature,
+                    "seed": params.seed,
+                }
+                _write_line(sink, row, out)
+                counts["success"] += 1
+                counts["tokens"] += len(result.token_ids)
+                if on_progress is not None:
+                    on_progress(report())
+    return report()
+
+
+def _request(prompt: Prompt, tokenizer: Tokenizer, sampling: Sampling) -> Request:
+    """Greedy or sampled by the prompt's own id, so that a resumed run draws the same answers."""
+    number = int(prompt.id[:12], 16)
+    greedy = (number % 1000) / 1000 < sampling.greedy_share
+    params = SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=0.0 if greedy else sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        seed=(sampling.seed + number) % 2**64,
+    )
+    return Request(prompt_ids=tuple(tokenizer.chat(prompt.messages, sampling.thinking)), params=params)
+
+
+def _meta(target: Target, sampling: Sampling) -> dict[str, Any]:
+    info = target.info
+    return {
+        "target": info.name,
+        "fingerprint": info.fingerprint,
+        "dtype": info.dtype,
+        "sampling": asdict(sampling),
+    }
+
+
+def _check_meta(out: Path, target: Target, sampling: Sampling) -> None:
+    """Write the side file, or compare with the one of the run that is being resumed."""
+    path = Path(f"{out}.meta.json")
+    mine = _meta(target, sampling)
+    if path.exists():
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+        for key, value in mine.items():
+            if theirs.get(key) != value:
+                raise UserError(
+                    f"{out} was begun with {key} {theirs.get(key)!r}, now it is {value!r}; "
+                    "use the same settings or another file."
+                )
+    else:
+        write_json(path, mine)
+
+
+def _end_with_newline(path: Path) -> None:
+    """Cut a line that a killed writer left unfinished, so that the next one starts clean."""
+    if path.exists() and path.stat().st_size:
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            with path.open("r+b") as f:
+                f.truncate(data.rfind(b"\n") + 1)
+
+
+def _write_line(sink: IO[str], row: dict[str, Any], path: Path) -> None:
+    with clear_disk_errors(path, "the answers so far are kept"):
+        sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+        sink.flush()

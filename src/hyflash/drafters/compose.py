@@ -1,0 +1,290 @@
+"""Several drafters as one (`lookup+./my-drafter`): each round, each row takes the part it expects most from.
+
+In: named drafters. Out: a drafter whose commits go to every part and whose proposals come, row by row, from the part
+with the highest expected accepted length: the sum over draft positions of P(all drafts so far accepted). Before
+evidence that is what the part states (lookup: by match length) or what a small drafter typically reaches, which comes
+to the fixed rule "lookup if at least two tokens match, else the block drafter". Then it is scaled by what the row's
+own rounds accepted against what was expected, kept apart by part and `Drafter.buckets` (lookup: match length).
+
+Parts that read no features are cheap: they always propose, and every verdict scores what they would have drafted.
+A part with features runs only for the rows where its record promises more than every cheap part; what it then states
+counts half beside the record, and may lose to a cheap part after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, Verdict
+from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.errors import UserError
+
+NUM_BUCKETS = 8
+PRIOR_RATE = 0.45
+"""Acceptance rate of a part that has neither stated a confidence nor been tried: a small block drafter's first slot."""
+PRIOR_TOKENS = 4.0
+"""Accepted tokens, as expected, that the evidence of a row starts from."""
+FORGET = 0.9
+"""Weight of the evidence so far when a round brings new to the same part and bucket."""
+
+
+class ComposedState(State):
+    """The parts' states side by side, and per row how each part and bucket fared."""
+
+    def __init__(self, parts: Sequence[State], num_rows: int) -> None:
+        self.parts = tuple(parts)
+        self.rows = [self._no_evidence() for _ in range(num_rows)]  # (2, parts, buckets): tokens accepted, expected
+
+    def _no_evidence(self) -> Tensor:
+        return torch.zeros(2, len(self.parts), NUM_BUCKETS, dtype=torch.float64)
+
+    def reset(self, row: int) -> None:
+        """Empty one row in every part."""
+        for part in self.parts:
+            part.reset(row)
+        self.rows[row] = self._no_evidence()
+
+    def nbytes(self, row: int) -> int:
+        """Bytes of the row in all parts and of its evidence."""
+        return sum(part.nbytes(row) for part in self.parts) + self.rows[row].nbytes
+
+    def snapshot(self, row: int) -> dict[str, Any]:
+        """Snapshots of all parts and the evidence."""
+        return {"parts": [part.snapshot(row) for part in self.parts], "evidence": self.rows[row].clone()}
+
+    def restore(self, row: int, saved: dict[str, Any]) -> None:
+        """Put a snapshot back into every part."""
+        for part, kept in zip(self.parts, saved["parts"], strict=True):
+            part.restore(row, kept)
+        self.rows[row] = saved["evidence"].clone()
+
+
+@dataclass(slots=True)
+class _Choice:
+    """The best part known so far for one row: where it came from and what it drafts."""
+
+    part: int
+    value: float  # expected accepted length
+    tokens: list[int]
+    rates: list[float]
+    probs: Tensor | None  # (L, V)
+
+
+class Composite(Drafter):
+    """Chooses among `drafters`, (name, drafter) pairs in order of preference where expectations tie.
+
+    Raises UserError for fewer than two drafters and for two of one name.
+    """
+
+    Config = DrafterConfig
+    trainable: ClassVar[bool] = False
+
+    def __init__(self, drafters: list[tuple[str, Drafter]]) -> None:
+        names = [name for name, _ in drafters]
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise UserError(
+                f"drafters to compose are {names}; expected at least two of different names, as in 'lookup+CHECKPOINT'."
+            )
+        super().__init__(DrafterConfig(), drafters[0][1].hooks)
+        self.names = tuple(names)
+        self.parts = nn.ModuleList(drafter for _, drafter in drafters)
+        self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
+        self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
+        self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
+        limits = [d.max_positions for d in self._drafters if d.max_positions is not None]
+        self.max_positions = min(limits) if limits else None
+
+    def new_state(self, num_rows: int) -> ComposedState:
+        """Empty rows in every part."""
+        return ComposedState([d.new_state(num_rows) for d in self._drafters], num_rows)
+
+    def commit(self, state: State, new: Commit) -> None:
+        """Learn from the verdict, then hand the tokens to every part, with the taps it reads and its own verdicts."""
+        assert isinstance(state, ComposedState)
+        if new.verdict is not None:
+            self._learn(state, new, new.verdict)
+        for name, drafter, part in zip(self.names, self._drafters, state.parts, strict=True):
+            features = None
+            if drafter.target_layer_ids and new.features is not None:
+                picks = [self.target_layer_ids.index(tap) for tap in drafter.target_layer_ids]
+                features = new.features[:, :, picks]
+            drafter.commit(part, replace(new, features=features, verdict=_own(new.verdict, name)))
+
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        """Cheap parts draft for every row; the best other part drafts where it is expected to beat them."""
+        assert isinstance(state, ComposedState)
+        choices: list[_Choice | None] = [None] * len(request.rows)
+        num_nonfinite = 0
+        for p, drafter in enumerate(self._drafters):
+            if not drafter.target_layer_ids:
+                num_nonfinite += self._run(
+                    state, request=request, p=p, members=range(len(request.rows)), choices=choices
+                )
+        for p, members in self._dear(state, request=request, choices=choices).items():
+            num_nonfinite += self._run(state, request=request, p=p, members=members, choices=choices)
+        return self._merge(choices, device=request.anchors.device, num_nonfinite=num_nonfinite)
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        """Sum of the parts, and the evidence."""
+        costs = [d.cost(context_tokens) for d in self._drafters]
+        return DraftCost(
+            state_bytes=sum(c.state_bytes for c in costs) + 2 * len(costs) * NUM_BUCKETS * 8,
+            kv_bytes_per_token=sum(c.kv_bytes_per_token for c in costs),
+            weight_bytes=sum(c.weight_bytes for c in costs),
+            propose_flops=sum(c.propose_flops for c in costs),
+            commit_flops_per_token=sum(c.commit_flops_per_token for c in costs),
+        )
+
+    def _run(
+        self,
+        state: ComposedState,
+        *,
+        request: DraftRequest,
+        p: int,
+        members: Sequence[int],
+        choices: list[_Choice | None],
+    ) -> int:
+        """Let part p draft for some rows of the request; keep it where it is the best so far. Returns NaN count."""
+        part = self._drafters[p]
+        asked = _subset(request, members=members, limit=part.max_draft_tokens)
+        proposal, buckets = part.propose(state.parts[p], asked), part.buckets(state.parts[p], asked)
+        tokens = proposal.tokens.tolist()
+        priors = _stated(proposal)
+        for i, b in enumerate(members):
+            length, scale = proposal.lengths[i], self._scale(state, row=request.rows[b], p=p, bucket=buckets[i])
+            rates = [min(1.0, rate * scale) for rate in priors[i]]
+            if part.target_layer_ids:  # its record is in units of PRIOR_RATE, so it cannot scale what the part states
+                record = min(1.0, PRIOR_RATE * scale)
+                rates = [(rate + record) / 2 for rate in priors[i]]
+            value = _expected(rates)
+            best = choices[b]
+            if length and (best is None or value > best.value):
+                probs = None if proposal.probs is None else proposal.probs[i, :length]
+                choices[b] = _Choice(p, value, tokens[i][:length], rates, probs)
+        return proposal.num_nonfinite
+
+    def _dear(
+        self, state: ComposedState, *, request: DraftRequest, choices: Sequence[_Choice | None]
+    ) -> dict[int, list[int]]:
+        """Part with features -> rows of the request where its record promises more than every other part."""
+        best = [(choice.value if choice else 0.0, -1) for choice in choices]
+        for p, drafter in enumerate(self._drafters):
+            if drafter.target_layer_ids:
+                asked = _subset(request, members=range(len(best)), limit=drafter.max_draft_tokens)
+                for b, bucket in enumerate(drafter.buckets(state.parts[p], asked)):
+                    record = min(1.0, PRIOR_RATE * self._scale(state, row=request.rows[b], p=p, bucket=bucket))
+                    value = _expected([record] * asked.num_tokens[b])
+                    best[b] = max(best[b], (value, p), key=lambda known: known[0])  # the earlier one on a tie
+        chosen: dict[int, list[int]] = {}
+        for b, (_, p) in enumerate(best):
+            if p >= 0:
+                chosen.setdefault(p, []).append(b)
+        return chosen
+
+    def _scale(self, state: ComposedState, *, row: int, p: int, bucket: int) -> float:
+        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket; 1 before evidence."""
+        accepted, expected = state.rows[row][:, p, min(bucket, NUM_BUCKETS - 1)].tolist()
+        return float((PRIOR_TOKENS + accepted) / (PRIOR_TOKENS + expected))
+
+    def _learn(self, state: ComposedState, new: Commit, verdict: Verdict) -> None:
+        """Score the part that drafted by the verdict, and the other cheap parts by the accepted run.
+
+        The states still are as they were at the proposal, and a commit's first token is the proposal's anchor.
+        """
+        members = [b for b, length in enumerate(new.lengths) if length and verdict.num_drafted[b]]
+        if not members:
+            return
+        judged = DraftRequest(rows=new.rows, anchors=new.tokens[:, 0], num_tokens=verdict.num_drafted)
+        for p, (name, drafter) in enumerate(zip(self.names, self._drafters, strict=True)):
+            asked = _subset(judged, members=members, limit=drafter.max_draft_tokens)
+            buckets = drafter.buckets(state.parts[p], asked)
+            drafts = None if drafter.target_layer_ids else drafter.propose(state.parts[p], asked)
+            priors = _stated(drafts) if drafts else [[PRIOR_RATE] * verdict.num_drafted[b] for b in members]
+            for i, b in enumerate(members):
+                hits = verdict.num_accepted[b]
+                if verdict.sources[b] == name:
+                    tries = min(hits + 1, verdict.num_drafted[b])
+                elif drafts is not None:
+                    own = drafts.tokens[i, : drafts.lengths[i]].tolist()
+                    hits, tries = _agreement(own, verdict.proposed[b, :hits].tolist())
+                else:
+                    continue
+                if tries:
+                    evidence = state.rows[new.rows[b]][:, p, min(buckets[i], NUM_BUCKETS - 1)]
+                    evidence.mul_(FORGET).add_(torch.tensor([hits, sum(priors[i][:tries])], dtype=evidence.dtype))
+
+    def _merge(self, choices: Sequence[_Choice | None], *, device: torch.device, num_nonfinite: int) -> Proposal:
+        """One proposal from the rows' choices; point masses become one-hot where another row has probabilities."""
+        width = max((len(choice.tokens) for choice in choices if choice), default=0)
+        tokens = torch.zeros(len(choices), width, dtype=torch.int64)
+        confidence = torch.zeros(len(choices), width)
+        spread = [choice.probs for choice in choices if choice and choice.probs is not None]
+        probs = torch.zeros(len(choices), width, spread[0].shape[-1], device=device) if spread else None
+        for b, choice in enumerate(choices):
+            if choice is None:
+                continue
+            length = len(choice.tokens)
+            tokens[b, :length] = torch.tensor(choice.tokens)
+            confidence[b, :length] = torch.tensor(choice.rates)
+            if probs is not None and choice.probs is not None:
+                probs[b, :length] = choice.probs
+            elif probs is not None:
+                probs[b, range(length), choice.tokens] = 1.0
+        return Proposal(
+            tokens=tokens.to(device),
+            lengths=tuple(len(choice.tokens) if choice else 0 for choice in choices),
+            probs=probs,
+            confidence=confidence.to(device),
+            sources=tuple(self.names[choice.part] if choice else "" for choice in choices),
+            num_nonfinite=num_nonfinite,
+        )
+
+
+def _expected(rates: Sequence[float]) -> float:
+    """Expected accepted length: the sum over positions of the product of the rates so far."""
+    total, run = 0.0, 1.0
+    for rate in rates:
+        run *= rate
+        total += run
+    return total
+
+
+def _stated(proposal: Proposal) -> list[list[float]]:
+    """Confidence of each row's drafts, PRIOR_RATE where the part states none."""
+    if proposal.confidence is None:
+        return [[PRIOR_RATE] * length for length in proposal.lengths]
+    return [row[:length] for row, length in zip(proposal.confidence.tolist(), proposal.lengths, strict=True)]
+
+
+def _agreement(own: list[int], run: list[int]) -> tuple[int, int]:
+    """Hits and tries of drafts against an accepted run; what would have come after the run is not known."""
+    hits = 0
+    while hits < min(len(own), len(run)) and own[hits] == run[hits]:
+        hits += 1
+    return hits, min(hits + 1, len(own), len(run))
+
+
+def _subset(request: DraftRequest, *, members: Sequence[int], limit: int) -> DraftRequest:
+    """The request for some of its rows, asking for at most `limit` tokens."""
+    return DraftRequest(
+        rows=tuple(request.rows[b] for b in members),
+        anchors=request.anchors[list(members)],
+        num_tokens=tuple(min(request.num_tokens[b], limit) for b in members),
+    )
+
+
+def _own(verdict: Verdict | None, name: str) -> Verdict | None:
+    """The verdict as one part sees it: nothing drafted in rows that another part drafted."""
+    if verdict is None:
+        return None
+    mine = [source == name for source in verdict.sources]
+    return replace(
+        verdict,
+        num_drafted=tuple(n if m else 0 for n, m in zip(verdict.num_drafted, mine, strict=True)),
+        num_accepted=tuple(n if m else 0 for n, m in zip(verdict.num_accepted, mine, strict=True)),
+    )

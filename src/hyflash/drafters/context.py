@@ -1,0 +1,209 @@
+"""State of block drafters: keys and values of committed tokens per layer, in a ring of fixed size or growing.
+
+In: keys (normed, not rotated) and values of newly committed tokens. Out: views of what a block may attend to.
+A ring holds the last W tokens and rotates at read, with positions counted from the oldest row it holds, so no
+position exceeds W + L. The growing store rotates once, at absolute positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyflash.drafters.base import State
+from hyflash.ops.rope import rope_tables, rotate
+
+GROW_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextView:
+    """Context of B rows at one layer."""
+
+    keys: Tensor  # (B, T, G, K) rotated
+    values: Tensor  # (B, T, G, K)
+    positions: Tensor  # (B, T) int64 of the keys; empty places have a position at or after the row's anchor
+    anchors: Tensor  # (B,) int64, position of slot 0 in the same count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextShape:
+    """Sizes shared by the stores of a drafter."""
+
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values at one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def empty(self, *lead: int) -> Tensor:
+        """Zeros (*lead, 2, G, K): keys at index 0, values at 1."""
+        return torch.zeros(*lead, 2, self.num_kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+class ContextStore(ABC):
+    """Keys and values of one layer. The caller keeps the lengths and passes them in."""
+
+    def __init__(self, shape: ContextShape) -> None:
+        self.shape = shape
+
+    @abstractmethod
+    def append(self, rows: list[int], starts: list[int], lengths: list[int], keys: Tensor, values: Tensor) -> None:
+        """Add keys, values (B, T, G, K), the first `lengths[b]` of each row, at positions from `starts[b]`."""
+
+    @abstractmethod
+    def view(self, rows: list[int], lengths: list[int]) -> ContextView:
+        """What rows of these lengths hold."""
+
+    @abstractmethod
+    def clear(self, row: int) -> None:
+        """Forget one row."""
+
+    @abstractmethod
+    def nbytes(self, length: int) -> int:
+        """Bytes of a row of this length, spare room for growth not counted."""
+
+    @abstractmethod
+    def save(self, row: int, length: int) -> Tensor:
+        """Copy of one row."""
+
+    @abstractmethod
+    def load(self, row: int, saved: Tensor) -> None:
+        """Put a copy back."""
+
+
+class RingStore(ContextStore):
+    """The last `window` tokens of each row, allocated at once."""
+
+    def __init__(self, shape: ContextShape, num_rows: int, window: int) -> None:
+        super().__init__(shape)
+        self.window = window
+        self.data = shape.empty(num_rows, window)  # (rows, W, 2, G, K)
+
+    def append(self, rows: list[int], starts: list[int], lengths: list[int], keys: Tensor, values: Tensor) -> None:
+        device = self.data.device
+        count = torch.tensor(lengths, device=device)[:, None]
+        step = torch.arange(keys.shape[1], device=device)[None]
+        kept = (step < count) & (step >= count - self.window)  # older ones would be overwritten at once
+        place = (torch.tensor(starts, device=device)[:, None] + step) % self.window
+        row = torch.tensor(rows, device=device)[:, None].expand_as(place)
+        self.data[row[kept], place[kept]] = torch.stack((keys, values), dim=2)[kept].to(self.data.dtype)
+
+    def view(self, rows: list[int], lengths: list[int]) -> ContextView:
+        device = self.data.device
+        total = torch.tensor(lengths, device=device)[:, None]
+        held = total.clamp(max=self.window)
+        place = torch.arange(min(self.window, max(lengths, default=0)), device=device)[None]
+        # Place p holds the newest token whose position is p modulo W; count from the oldest token held.
+        position = (place - total) % self.window + held - self.window
+        position = torch.where(position < 0, held, position)
+        data = self.data[torch.tensor(rows, device=device), : place.shape[1]]
+        cos, sin = rope_tables(position, dim=self.shape.head_dim, theta=self.shape.rope_theta)
+        keys = rotate(data[:, :, 0], cos, sin)
+        return ContextView(keys=keys, values=data[:, :, 1], positions=position, anchors=held[:, 0])
+
+    def clear(self, row: int) -> None:
+        self.data[row].zero_()
+
+    def nbytes(self, length: int) -> int:
+        return self.window * self.shape.token_bytes
+
+    def save(self, row: int, length: int) -> Tensor:
+        return self.data[row].clone()
+
+    def load(self, row: int, saved: Tensor) -> None:
+        self.data[row].copy_(saved)
+
+
+class GrowingStore(ContextStore):
+    """Every committed token of each row."""
+
+    def __init__(self, shape: ContextShape, num_rows: int) -> None:
+        super().__init__(shape)
+        self.data = [shape.empty(0) for _ in range(num_rows)]  # each (capacity, 2, G, K)
+
+    def append(self, rows: list[int], starts: list[int], lengths: list[int], keys: Tensor, values: Tensor) -> None:
+        for b, (row, start, count) in enumerate(zip(rows, starts, lengths, strict=True)):
+            if count == 0:
+                continue
+            stop = start + count
+            if stop > self.data[row].shape[0]:
+                bigger = self.shape.empty(-(-stop // GROW_TOKENS) * GROW_TOKENS)
+                bigger[:start] = self.data[row][:start]
+                self.data[row] = bigger
+            position = torch.arange(start, stop, device=keys.device)
+            cos, sin = rope_tables(position, dim=self.shape.head_dim, theta=self.shape.rope_theta)
+            self.data[row][start:stop, 0] = rotate(keys[b, :count], cos, sin).to(self.shape.dtype)
+            self.data[row][start:stop, 1] = values[b, :count].to(self.shape.dtype)
+
+    def view(self, rows: list[int], lengths: list[int]) -> ContextView:
+        longest = max(lengths, default=0)
+        if len(rows) == 1:
+            data = self.data[rows[0]][None, :longest]
+        else:
+            data = self.shape.empty(len(rows), longest)
+            for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+                data[b, :length] = self.data[row][:length]
+        device = self.shape.device
+        position = torch.arange(longest, device=device).expand(len(rows), longest)
+        anchors = torch.tensor(lengths, dtype=torch.int64, device=device)
+        return ContextView(keys=data[:, :, 0], values=data[:, :, 1], positions=position, anchors=anchors)
+
+    def clear(self, row: int) -> None:
+        self.data[row] = self.shape.empty(0)
+
+    def nbytes(self, length: int) -> int:
+        return length * self.shape.token_bytes
+
+    def save(self, row: int, length: int) -> Tensor:
+        return self.data[row][:length].clone()
+
+    def load(self, row: int, saved: Tensor) -> None:
+        self.data[row] = saved.clone()
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockState(State):
+    """Rows of a block drafter. Tensors beside the stores have one fixed-size entry per row."""
+
+    lengths: list[int]
+    """Committed tokens per row."""
+    stores: list[ContextStore]
+    """One per layer."""
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> (rows, ...): last features, seen tokens, memories."""
+
+    def reset(self, row: int) -> None:
+        self.lengths[row] = 0
+        for store in self.stores:
+            store.clear(row)
+        for tensor in self.fixed.values():
+            tensor[row].zero_()
+
+    def nbytes(self, row: int) -> int:
+        fixed = sum(tensor[row].nbytes for tensor in self.fixed.values())
+        return fixed + sum(store.nbytes(self.lengths[row]) for store in self.stores)
+
+    def snapshot(self, row: int) -> dict[str, Any]:
+        length = self.lengths[row]
+        return {
+            "length": length,
+            "stores": [store.save(row, length) for store in self.stores],
+            "fixed": {name: tensor[row].clone() for name, tensor in self.fixed.items()},
+        }
+
+    def restore(self, row: int, saved: dict[str, Any]) -> None:
+        self.lengths[row] = saved["length"]
+        for store, data in zip(self.stores, saved["stores"], strict=True):
+            store.load(row, data)
+        for name, tensor in self.fixed.items():
+            tensor[row].copy_(saved["fixed"][name])

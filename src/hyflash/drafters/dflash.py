@@ -1,0 +1,448 @@
+"""DFlash: a block of MASK slots filled in one pass from the target's features of the context (arXiv 2602.06036).
+
+In: features of committed tokens; the block is [anchor, MASK x L]. Out: slot k's hidden state, which the target's
+head turns into draft token anchor + k. Context keys and values come straight from the fused features, so a token
+costs one projection when it is committed and nothing later. Parameter names are those of z-lab's checkpoints.
+Ours on top, each an option: window, reduced vocabulary, in-block correction, closed-form start, per-tap norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
+from hyflash.drafters.base import Drafter, DrafterConfig, State, pick_tokens
+from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.context import BlockState, ContextShape, ContextStore, GrowingStore, RingStore
+from hyflash.drafters.vocab import ReducedHead, ServingHead, training_vocab
+from hyflash.errors import HyflashError, UserError
+from hyflash.layers import (
+    DraftLayer,
+    GRUCorrection,
+    LayerContext,
+    MarkovCorrection,
+    RidgeStart,
+    RMSNorm,
+    TapNorm,
+    init_linear,
+)
+from hyflash.ops.attention import context_mask
+from hyflash.ops.losses import decay_weights, dpace_weights, head_losses, leading_run
+from hyflash.ops.ridge import NormalEquations
+from hyflash.ops.rope import rope_tables, rotate
+
+FEATURE_LIMIT = 65504.0
+Reader = Callable[[Tensor], Tensor]
+
+
+class DrafterImpl(Drafter):
+    """Block drafter with attention to the context features of the target, full or windowed."""
+
+    Config: ClassVar[type[DrafterConfig]] = DFlashConfig
+    source: ClassVar[str] = "DFlash, arXiv 2602.06036; z-lab/dflash"
+    config: DFlashConfig
+    draft_ids: Tensor | None
+
+    def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
+        """Build with fresh weights; zeros in the config are filled in from the target. Raises UserError."""
+        if not isinstance(config, DFlashConfig):
+            raise HyflashError(f"expected a block drafter's config, found {type(config).__name__}.")
+        cfg = config.resolved(hooks)
+        super().__init__(cfg, hooks)
+        dim, eps = cfg.hidden_size, cfg.rms_norm_eps
+        self.target_layer_ids = cfg.taps
+        self.max_draft_tokens = cfg.num_draft_tokens
+        self.windows = tuple(0 if i in cfg.full_layers else cfg.window for i in range(cfg.num_layers))
+        self.max_positions = None if all(self.windows) else cfg.max_positions
+        self.tap_norm = TapNorm(len(cfg.taps), dim, eps) if cfg.tap_norm else None
+        self.fc = init_linear(nn.Linear(len(cfg.taps) * dim, dim, bias=False))
+        self.hidden_norm = RMSNorm(dim, eps)
+        self.layers = nn.ModuleList(self._new_layer() for _ in range(cfg.num_layers))
+        self.norm = RMSNorm(dim, eps) if cfg.final_norm else None
+        self.correction: MarkovCorrection | GRUCorrection | None = None
+        if cfg.correction == "markov":
+            self.correction = MarkovCorrection(dim, rank=cfg.correction_rank, eps=eps)
+        elif cfg.correction == "gru":
+            self.correction = GRUCorrection(dim, width=cfg.correction_width, rank=cfg.correction_rank, eps=eps)
+        self.ridge: RidgeStart | None = None
+        self.start_index = [cfg.taps.index(tap) for tap in cfg.start_taps or ()]
+        if cfg.start == "ridge":
+            self.ridge = RidgeStart(
+                dim, num_taps=len(self.start_index), num_slots=cfg.num_draft_tokens, rank=cfg.start_rank, eps=eps
+            )
+            for layer in self._layers():
+                layer.silence()
+        # The first ids are the most frequent merges of a BPE vocabulary: a fair list until a counted one is set.
+        static = torch.arange(cfg.draft_vocab_size) if cfg.draft_vocab_size > 0 else None
+        self.register_buffer("draft_ids", static)
+        self._head: ReducedHead | None = None
+        self.register_load_state_dict_post_hook(lambda *_: self._forget_head())  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------------------------------ parts
+
+    def _new_layer(self) -> DraftLayer:
+        cfg = self.config
+        return DraftLayer(
+            cfg.hidden_size,
+            inner=cfg.intermediate_size,
+            num_heads=cfg.num_heads,
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            eps=cfg.rms_norm_eps,
+            bias=cfg.attention_bias,
+            memory=self._new_memory(),
+        )
+
+    def _new_memory(self) -> nn.Module | None:
+        """Memory of a new layer; DFlash has none."""
+        return None
+
+    def _layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
+    def _causal(self, layer: int) -> bool:
+        return self.config.causal_block and layer not in self.config.full_layers
+
+    def _forget_head(self) -> None:
+        self._head = None
+
+    def set_draft_vocab(self, ids: Tensor) -> None:
+        """Set the static draft vocabulary: (draft_vocab_size,) distinct token ids. Raises UserError."""
+        if self.draft_ids is None:
+            raise UserError("this drafter uses the full vocabulary; build it with draft_vocab_size above 0.")
+        size, vocab = len(self.draft_ids), self.hooks.info.vocab_size
+        if ids.shape != (size,) or len(torch.unique(ids)) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
+            raise UserError(f"draft vocabulary must be {size} distinct token ids below {vocab}; found {len(ids)} ids.")
+        self.draft_ids.copy_(ids)
+        self._forget_head()
+
+    def context_features(self, taps: Tensor) -> Tensor:
+        """Fuse clamped features (..., C, D) into context features (..., D)."""
+        normed = taps if self.tap_norm is None else self.tap_norm(taps)
+        out: Tensor = self.hidden_norm(self.fc(normed.flatten(-2)))
+        return out
+
+    def _clean(self, features: Tensor | None) -> Tensor:
+        """Features (B, T, C, D), clamped and in the weights' dtype."""
+        if features is None or features.shape[2] != len(self.target_layer_ids):
+            found = "none" if features is None else f"{features.shape[2]} taps"
+            raise HyflashError(f"drafter needs features of layers {self.target_layer_ids}; found {found}.")
+        return features.float().clamp(-FEATURE_LIMIT, FEATURE_LIMIT).to(self.fc.weight.dtype)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.hooks.embed(tokens).detach().to(self.fc.weight.dtype)
+
+    def _slot_inputs(self, tokens: Tensor, before: Tensor) -> Tensor:
+        """Block inputs (B, A, 1 + L, D) of anchor tokens (B, A) and start taps at anchor - 1 (B, A, C', D)."""
+        anchor = self._embed(tokens)
+        if self.ridge is not None:
+            slots = self.ridge(before, anchor).to(anchor.dtype)
+        else:
+            mask = self._embed(torch.tensor(self.config.mask_token_id, device=tokens.device))
+            slots = mask.expand(*tokens.shape, self.config.num_draft_tokens, -1)
+        return torch.cat((anchor[:, :, None], slots), dim=2)
+
+    def _block_tables(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotary tables (B, A, 1 + L, K) of blocks at anchors (B, A)."""
+        slots = torch.arange(1 + self.config.num_draft_tokens, device=anchors.device)
+        return rope_tables(anchors[..., None] + slots, dim=self.config.head_dim, theta=self.config.rope_theta)
+
+    def _mask(self, positions: Tensor, anchors: Tensor, window: Tensor | None) -> Tensor:
+        return context_mask(
+            positions,
+            anchors,
+            window=window,
+            num_slots=1 + self.config.num_draft_tokens,
+            counts_slots=self.config.window_counts_slots,
+        )
+
+    def _run(self, x: Tensor, contexts: list[LayerContext]) -> Tensor:
+        """Layers and final norm: slots (B, A, 1 + L, D) -> (B, A, L, D). The anchor's slot ends with the last layer."""
+        for i, (layer, context) in enumerate(zip(self._layers(), contexts, strict=True)):
+            x = layer(x, context, 1 if i == len(contexts) - 1 else 0)
+        return x if self.norm is None else self.norm(x)
+
+    # --------------------------------------------------------------------------------------- training
+
+    def _train_windows(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Window (B,) of each layer for each sequence; None is the full context."""
+        return [torch.full_like(batch.lengths, width) if width else None for width in self.windows]
+
+    def _train_readers(self, context: Tensor, batch: TrainBatch, anchors: Tensor) -> list[Reader | None]:
+        """Memory read of each layer at the anchors."""
+        return [None] * len(self.layers)
+
+    def forward(self, batch: TrainBatch) -> DraftOutput:
+        """Hidden states of all draft positions at all anchors, corrections teacher-forced."""
+        taps = self._clean(batch.features)
+        context = self.context_features(taps)  # (B, T, D)
+        num_tokens = batch.tokens.shape[1]
+        anchors = batch.anchors.clamp(0, num_tokens - 1)
+        positions = torch.arange(num_tokens, device=anchors.device)
+        key_cos, key_sin = rope_tables(positions, dim=self.config.head_dim, theta=self.config.rope_theta)
+        cos, sin = self._block_tables(anchors)
+        windows, readers = self._train_windows(batch), self._train_readers(context, batch, anchors)
+        contexts = []
+        for i, layer in enumerate(self._layers()):
+            keys, values = layer.self_attn.keys_values(context)
+            contexts.append(
+                LayerContext(
+                    keys=rotate(keys, key_cos, key_sin),
+                    values=values,
+                    mask=self._mask(positions[None], anchors, windows[i]),
+                    cos=cos,
+                    sin=sin,
+                    causal=self._causal(i),
+                    memory=readers[i],
+                )
+            )
+        x = self._slot_inputs(batch.tokens.gather(1, anchors), self._before(taps, anchors))
+        hidden = self._run(x, contexts)
+        ahead = anchors[..., None] + torch.arange(1 + self.config.num_draft_tokens, device=anchors.device)
+        tokens = _pick(batch.tokens, ahead.clamp(max=num_tokens - 1))  # (B, A, 1 + L)
+        if self.correction is not None:
+            previous = self._embed(tokens[..., :-1]).flatten(0, 1)
+            state = previous.new_zeros(len(previous), self.correction.state_width)
+            hidden = self.correction(hidden.flatten(0, 1), previous, state)[0].view_as(hidden)
+        exists = (ahead < batch.lengths[:, None, None]) & batch.anchor_mask[..., None]
+        wanted = _pick(batch.loss_mask, ahead.clamp(max=num_tokens - 1)) & exists
+        # A position after a gap is never reached in decoding, so it is not a label either.
+        mask = wanted[..., 1:].long().cumprod(-1).bool()
+        return DraftOutput(hidden=hidden, labels=tokens[..., 1:], mask=mask)
+
+    def _before(self, taps: Tensor, anchors: Tensor) -> Tensor:
+        """Start taps (B, A, C', D) of the token before each anchor, zeros before the first token."""
+        chosen = taps[:, :, self.start_index]
+        rows = torch.arange(len(taps), device=taps.device)[:, None]
+        return chosen[rows, (anchors - 1).clamp(min=0)] * (anchors > 0)[..., None, None]
+
+    def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
+        """Weighted sum of row losses over labelled positions, with accuracy per position and teacher-forced tau."""
+        cfg, mask = self.config, out.mask
+        hidden, labels = out.hidden[mask], out.labels[mask]
+        target = self._target_hidden(batch)[mask] if cfg.needs_final_tap_for_loss else None
+        if self.draft_ids is None:
+            head, index = self.hooks.head, labels
+        else:
+            ids, index = training_vocab(self.draft_ids, labels)
+            weight = self.hooks.head_rows(ids).detach()
+            if torch.is_autocast_enabled(hidden.device.type):
+                weight = weight.to(torch.get_autocast_dtype(hidden.device.type))  # once, not once a chunk
+            head = lambda x: x.to(weight.dtype) @ weight.T  # noqa: E731
+        rows = head_losses(hidden, index, head=head, kind=cfg.loss, target_hidden=target)
+        prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
+        hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
+        if cfg.dpace:
+            position = dpace_weights(prob, mask)
+        else:
+            position = decay_weights(mask.shape[-1], cfg.gamma, mask.device).expand(mask.shape)
+        weights = (position * batch.weights[..., None])[mask]
+        counted = mask[..., 0]
+        metrics = {"tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
+        for k in range(mask.shape[-1]):
+            metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+        return LossTerms(numerator=(rows.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
+
+    def _target_hidden(self, batch: TrainBatch) -> Tensor:
+        """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
+        final = self._clean(batch.features)[:, :, self.target_layer_ids.index(self.hooks.info.num_layers)]
+        ahead = batch.anchors[..., None] + torch.arange(self.config.num_draft_tokens, device=batch.anchors.device)
+        return _pick(final, ahead.clamp(0, batch.tokens.shape[1] - 1))
+
+    @torch.no_grad()
+    def start(self, batches: list[TrainBatch]) -> dict[str, float]:
+        """Fit the ridge start: slot k's input is the target's final hidden state that predicts anchor + k."""
+        if self.ridge is None:
+            return {}
+        cfg, ridge = self.config, self.ridge
+        sums = NormalEquations(ridge.num_inputs, cfg.num_draft_tokens * cfg.hidden_size)
+        for batch in batches:
+            last = batch.anchors[..., None] + cfg.num_draft_tokens
+            whole = batch.anchor_mask & (last[..., 0] < batch.lengths[:, None])
+            anchors = batch.anchors.clamp(0, batch.tokens.shape[1] - 1)
+            embeds = self._embed(batch.tokens.gather(1, anchors))
+            inputs = ridge.inputs(self._before(self._clean(batch.features), anchors), embeds)
+            sums.add(inputs[whole], self._target_hidden(batch)[whole].flatten(1), batch.weights[whole])
+        if sums.num_rows == 0:
+            raise UserError(f"ridge start: no anchor with {cfg.num_draft_tokens} tokens after it; give longer answers.")
+        weight, bias = sums.solve(relative_lambda=cfg.start_lambda)
+        if ridge.rank > 0:
+            up, down, bias = sums.reduce_rank(weight, ridge.rank)
+            ridge.down.weight.copy_(down)
+            ridge.up.weight.copy_(up)
+            weight = up @ down
+        else:
+            ridge.up.weight.copy_(weight)
+        ridge.up.bias.copy_(bias)
+        return {"start_rows": float(sums.num_rows), "start_explained": sums.explained(weight, bias)}
+
+    # ---------------------------------------------------------------------------------------- serving
+
+    def _shape(self) -> ContextShape:
+        weight = self.fc.weight
+        cfg = self.config
+        return ContextShape(
+            num_kv_heads=cfg.num_kv_heads,
+            head_dim=cfg.head_dim,
+            rope_theta=cfg.rope_theta,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def _fixed(self, num_rows: int) -> dict[str, Tensor]:
+        """Zeroed fixed-size entries of the state, (num_rows, ...) each."""
+        device, fixed = self.fc.weight.device, {}
+        if self.ridge is not None:
+            shape = (num_rows, len(self.start_index), self.config.hidden_size)
+            fixed["last"] = torch.zeros(shape, dtype=self.fc.weight.dtype, device=device)
+        if self.draft_ids is not None:
+            fixed["seen"] = torch.zeros(num_rows, self.hooks.info.vocab_size, dtype=torch.uint8, device=device)
+        return fixed
+
+    def new_state(self, num_rows: int) -> BlockState:
+        """Empty state: rings are allocated whole, growing stores as tokens come."""
+        shape = self._shape()
+        stores: list[ContextStore] = [
+            RingStore(shape, num_rows, width) if width else GrowingStore(shape, num_rows) for width in self.windows
+        ]
+        return BlockState(lengths=[0] * num_rows, stores=stores, fixed=self._fixed(num_rows))
+
+    @torch.no_grad()
+    def commit(self, state: State, new: Commit) -> None:
+        """Project the committed tokens' features and store keys and values."""
+        own = _own(state)
+        if not new.rows or max(new.lengths) == 0:
+            return
+        rows, lengths = list(new.rows), list(new.lengths)
+        taps = self._clean(new.features)
+        context = self.context_features(taps)
+        starts = [own.lengths[row] for row in rows]
+        for layer, store in zip(self._layers(), own.stores, strict=True):
+            keys, values = layer.self_attn.keys_values(context)
+            store.append(rows, starts, lengths, keys, values)
+        self._write_memory(own, rows, lengths, context)
+        for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            own.lengths[row] += length
+            if length > 0 and "last" in own.fixed:
+                own.fixed["last"][row] = taps[b, length - 1, self.start_index]
+            if "seen" in own.fixed:
+                own.fixed["seen"][row, new.tokens[b, :length]] = 1
+
+    def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
+        """Take context features (B, T, D) into the memories."""
+
+    def _serve_reader(self, layer: int, state: BlockState, rows: list[int]) -> Reader | None:
+        """Memory read of a layer for rows of the state."""
+        return None
+
+    def _memory_flops(self) -> tuple[int, int]:
+        """FLOPs of the memories for one block and for one committed token."""
+        return 0, 0
+
+    @torch.no_grad()
+    def block_hidden(self, state: State, request: DraftRequest) -> Tensor:
+        """Hidden states (B, L, D) of a full block after each row's anchor, before correction and head."""
+        own, rows = _own(state), list(request.rows)
+        lengths = [own.lengths[row] for row in rows]
+        contexts = []
+        for i, store in enumerate(own.stores):
+            view = store.view(rows, lengths)
+            anchors = view.anchors[:, None]
+            cos, sin = self._block_tables(anchors)
+            window = torch.full_like(view.anchors, self.windows[i]) if self.windows[i] else None
+            contexts.append(
+                LayerContext(
+                    keys=view.keys,
+                    values=view.values,
+                    mask=self._mask(view.positions, anchors, window),
+                    cos=cos,
+                    sin=sin,
+                    causal=self._causal(i),
+                    memory=self._serve_reader(i, own, rows),
+                )
+            )
+        before = own.fixed["last"][rows] if "last" in own.fixed else self.fc.weight.new_zeros(len(rows), 0)
+        x = self._slot_inputs(request.anchors[:, None], before[:, None])
+        return self._run(x, contexts)[:, 0]
+
+    @torch.no_grad()
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        """Greedy draft tokens. The whole block is always computed: tokens do not depend on how many are asked."""
+        own = _own(state)
+        wanted = tuple(self._room(own, row, n) for row, n in zip(request.rows, request.num_tokens, strict=True))
+        depth = max(wanted, default=0)
+        if depth == 0:
+            none = torch.zeros(len(wanted), 0, device=request.anchors.device)
+            return Proposal(tokens=none.long(), lengths=wanted, confidence=none)
+        hidden = self.block_hidden(state, request)[:, :depth]
+        head = self._serving_head(own, request)
+        logits = head.logits(hidden) if self.correction is None else self._corrected(head, hidden, request.anchors)
+        columns, lengths, probs, cut = pick_tokens(logits, wanted)
+        step = torch.arange(depth, device=columns.device)
+        real = step < torch.tensor(lengths, device=columns.device)[:, None]
+        return Proposal(
+            tokens=head.token_ids(columns) * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut
+        )
+
+    def _room(self, state: BlockState, row: int, asked: int) -> int:
+        """Tokens that may be drafted for a row: no more than asked, than a block has, than positions are left."""
+        most = min(asked, self.max_draft_tokens)
+        return most if self.max_positions is None else max(0, min(most, self.max_positions - 1 - state.lengths[row]))
+
+    def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
+        if self.draft_ids is None:
+            return ServingHead(hooks=self.hooks, ids=None, weight=None, allowed=None)
+        if self._head is None:
+            self._head = ReducedHead(self.hooks, self.draft_ids)
+        return self._head.serving(state.fixed["seen"][list(request.rows)], request.anchors)
+
+    def _corrected(self, head: ServingHead, hidden: Tensor, anchors: Tensor) -> Tensor:
+        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it."""
+        assert self.correction is not None
+        state = hidden.new_zeros(len(hidden), self.correction.state_width)
+        previous, steps = anchors, []
+        for k in range(hidden.shape[1]):
+            fixed, state = self.correction(hidden[:, k : k + 1], self._embed(previous)[:, None], state)
+            steps.append(head.logits(fixed))
+            previous = head.token_ids(steps[-1][:, 0].argmax(-1))
+        return torch.cat(steps, dim=1)
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        """Bytes as `State.nbytes` counts them; FLOPs of one full block and of one committed token."""
+        cfg, shape = self.config, self._shape()
+        dim, slots = cfg.hidden_size, 1 + cfg.num_draft_tokens
+        state_bytes = sum(t.nbytes for t in self._fixed(1).values())
+        state_bytes += sum(width * shape.token_bytes for width in self.windows)
+        seen = sum(min(width, context_tokens) if width else context_tokens for width in self.windows)
+        layer_weights = sum(p.numel() for name, p in self.layers.named_parameters() if ".memory." not in name)
+        flops = 2 * slots * layer_weights + 4 * slots * cfg.num_heads * cfg.head_dim * (seen + slots * cfg.num_layers)
+        flops += 2 * cfg.num_draft_tokens * dim * (cfg.draft_vocab_size or self.hooks.info.vocab_size)
+        flops += 2 * sum(p.numel() for part in (self.ridge,) if part is not None for p in part.parameters())
+        if self.correction is not None:
+            flops += 2 * cfg.num_draft_tokens * sum(p.numel() for p in self.correction.parameters())
+        per_layer = 2 * dim * 2 * cfg.num_kv_heads * cfg.head_dim
+        memory_propose, memory_commit = self._memory_flops()
+        weight_bytes = sum(t.nbytes for t in (*self.parameters(), *self.buffers()))
+        return DraftCost(
+            state_bytes=state_bytes,
+            kv_bytes_per_token=sum(shape.token_bytes for width in self.windows if not width),
+            weight_bytes=weight_bytes + cfg.draft_vocab_size * dim * self.fc.weight.dtype.itemsize,
+            propose_flops=flops + memory_propose,
+            commit_flops_per_token=2 * self.fc.weight.numel() + cfg.num_layers * per_layer + memory_commit,
+        )
+
+
+def _pick(values: Tensor, positions: Tensor) -> Tensor:
+    """values (B, T, ...) at positions (B, A, L) -> (B, A, L, ...)."""
+    rows = torch.arange(len(values), device=values.device)[:, None, None]
+    return values[rows, positions]
+
+
+def _own(state: State) -> BlockState:
+    if not isinstance(state, BlockState):
+        raise HyflashError(f"expected a block drafter's state, found {type(state).__name__}.")
+    return state

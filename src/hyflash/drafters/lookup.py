@@ -1,0 +1,211 @@
+"""Prompt lookup: copies what followed the last n tokens the last time they occurred. No weights, no features.
+
+In: committed tokens. Out: the continuation after the most recent earlier occurrence of the longest matching suffix
+(the anchor is its last token; matches of `max_ngram` tokens are tried first, of `min_ngram` last). The copy extends
+itself: with the match d tokens before the end, draft i is the token d places before it, where drafts already made
+count as text. So a text that has begun to repeat with period d is drafted to any length.
+
+The idea is prompt lookup decoding (Saxena 2023). Here an index from every committed n-gram to its last position makes
+a proposal cost `max_ngram` look-ups at any context, and each row learns how often matches of each length are right.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks
+from hyflash.drafters.base import Drafter, DrafterConfig, State
+
+NAME = "lookup"
+TOKEN_BYTES = 8
+ENTRY_BYTES = 128
+"""An index entry in CPython: key and position objects and a share of a hash table; up to 112 measured, rounded up."""
+PRIOR_RATES = (0.25, 0.55, 0.75)
+"""Acceptance rate before evidence by match length 1, 2, 3 or more: below, at and above what a small drafter reaches."""
+PRIOR_TRIALS = 4.0
+FORGET = 0.9
+"""Weight of the evidence so far when a round brings new: the last ten rounds count most."""
+
+
+class LookupConfig(DrafterConfig):
+    """Options of prompt lookup."""
+
+    max_ngram: int = Field(3, ge=1, le=16, description="Longest suffix looked for.")
+    min_ngram: int = Field(1, ge=1, le=16, description="Shortest suffix that may propose.")
+    max_draft_tokens: int = Field(10, ge=1, le=1024, description="Most draft tokens in a round.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LookupConfig:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram ({self.min_ngram}) must not exceed max_ngram ({self.max_ngram})")
+        return self
+
+
+class _Row:
+    """Tokens of one sequence, where each of their n-grams last ended, and how matches of each length fared."""
+
+    def __init__(self, config: LookupConfig) -> None:
+        self.sizes = range(config.max_ngram, config.min_ngram - 1, -1)
+        self.tokens = array("q")
+        self.index: dict[int, dict[int, int]] = {n: {} for n in self.sizes}  # size -> packed n-gram -> its end
+        self.accepted = [0.0] * config.max_ngram  # by match length - 1
+        self.tried = [0.0] * config.max_ngram
+
+    def append(self, tokens: list[int]) -> None:
+        """Take in tokens; the n-grams that end in them become the most recent of their kind."""
+        for token in tokens:
+            self.tokens.append(token)
+            end = len(self.tokens)
+            for n in self.sizes:
+                if n <= end:
+                    self.index[n][_pack(self.tokens[end - n : end])] = end
+
+    def match(self, anchor: int) -> tuple[int, int]:
+        """Length of the longest suffix, anchor included, that occurred before, and where that ended; (0, 0) if none."""
+        for n in self.sizes:
+            if n <= len(self.tokens) + 1:
+                suffix = self.tokens[len(self.tokens) - (n - 1) :]
+                suffix.append(anchor)
+                end = self.index[n].get(_pack(suffix))
+                if end is not None:
+                    return n, end
+        return 0, 0
+
+    def copy_after(self, end: int, *, anchor: int, count: int) -> list[int]:
+        """The `count` tokens that follow position `end` in the committed tokens and the anchor, repeated forever."""
+        period = self.tokens[end : end + count]
+        period.append(anchor)  # only reached where the tokens run out before `count`
+        return [period[i % len(period)] for i in range(count)]
+
+    def learn(self, length: int, *, num_accepted: int, num_drafted: int) -> None:
+        """Count a round whose drafts came from a match of this length; draft i rests on a match i tokens longer."""
+        self.accepted = [x * FORGET for x in self.accepted]
+        self.tried = [x * FORGET for x in self.tried]
+        for i in range(min(num_accepted + 1, num_drafted)):
+            bucket = min(length + i, len(self.tried)) - 1
+            self.tried[bucket] += 1.0
+            self.accepted[bucket] += float(i < num_accepted)
+
+    def rate(self, length: int) -> float:
+        """Estimated acceptance rate of the token after a match of this length."""
+        bucket = min(length, len(self.tried)) - 1
+        prior = PRIOR_RATES[min(bucket, len(PRIOR_RATES) - 1)]
+        return (PRIOR_TRIALS * prior + self.accepted[bucket]) / (PRIOR_TRIALS + self.tried[bucket])
+
+
+class LookupState(State):
+    """Rows of committed tokens, each with its index."""
+
+    def __init__(self, num_rows: int, config: LookupConfig) -> None:
+        self.config = config
+        self.rows = [_Row(config) for _ in range(num_rows)]
+
+    def reset(self, row: int) -> None:
+        """Empty one row."""
+        self.rows[row] = _Row(self.config)
+
+    def nbytes(self, row: int) -> int:
+        """Bytes of the row, each token charged with an entry for every n-gram size, whether or not that was new."""
+        return _fixed_bytes(self.config) + len(self.rows[row].tokens) * _bytes_per_token(self.config)
+
+    def snapshot(self, row: int) -> dict[str, Any]:
+        """Tokens and evidence; the index follows from the tokens."""
+        kept = self.rows[row]
+        return {"tokens": kept.tokens.tolist(), "accepted": list(kept.accepted), "tried": list(kept.tried)}
+
+    def restore(self, row: int, saved: dict[str, Any]) -> None:
+        """Put a snapshot back and index its tokens anew."""
+        self.reset(row)
+        self.rows[row].append(saved["tokens"])
+        self.rows[row].accepted, self.rows[row].tried = list(saved["accepted"]), list(saved["tried"])
+
+
+class DrafterImpl(Drafter):
+    """Proposes copies from the text so far."""
+
+    Config = LookupConfig
+    trainable: ClassVar[bool] = False
+    source: ClassVar[str] = "prompt lookup decoding (Saxena 2023)"
+    config: LookupConfig
+
+    def __init__(self, config: LookupConfig, hooks: TargetHooks) -> None:
+        super().__init__(config, hooks)
+        self.max_draft_tokens = config.max_draft_tokens
+
+    def new_state(self, num_rows: int) -> LookupState:
+        """Empty rows."""
+        return LookupState(num_rows, self.config)
+
+    def commit(self, state: State, new: Commit) -> None:
+        """Append tokens; a verdict on a lookup proposal first counts for its match length."""
+        assert isinstance(state, LookupState)
+        for b, (row, tokens, length) in enumerate(zip(new.rows, new.tokens.tolist(), new.lengths, strict=True)):
+            kept, verdict = state.rows[row], new.verdict
+            if verdict is not None and verdict.sources[b] == NAME and verdict.num_drafted[b] and length:
+                matched, _ = kept.match(tokens[0])  # the first token is the anchor of the proposal judged here
+                if matched:
+                    kept.learn(matched, num_accepted=verdict.num_accepted[b], num_drafted=verdict.num_drafted[b])
+            kept.append(tokens[:length])
+
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        """Copies after each row's longest match; no tokens for a row without one."""
+        assert isinstance(state, LookupState)
+        drafts: list[list[int]] = []
+        rates: list[list[float]] = []
+        for row, anchor, wanted in zip(request.rows, request.anchors.tolist(), request.num_tokens, strict=True):
+            kept = state.rows[row]
+            length, end = kept.match(anchor)
+            count = min(wanted, self.max_draft_tokens) if length else 0
+            drafts.append(kept.copy_after(end, anchor=anchor, count=count))
+            rates.append([kept.rate(length + i) for i in range(count)])
+        device = request.anchors.device
+        return Proposal(
+            tokens=_padded(drafts, 0).to(device),
+            lengths=tuple(len(d) for d in drafts),
+            confidence=_padded(rates, 0.0).to(device),
+            sources=(NAME,) * len(drafts),
+        )
+
+    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
+        """Match length of each row, 0 without a match."""
+        assert isinstance(state, LookupState)
+        anchors = request.anchors.tolist()
+        return tuple(state.rows[row].match(a)[0] for row, a in zip(request.rows, anchors, strict=True))
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        """Bytes as `nbytes` charges them; look-ups do no floating-point work."""
+        return DraftCost(
+            state_bytes=_fixed_bytes(self.config),
+            kv_bytes_per_token=_bytes_per_token(self.config),
+            weight_bytes=0,
+            propose_flops=0,
+            commit_flops_per_token=0,
+        )
+
+
+def _pack(ngram: array[int]) -> int:
+    """One integer for a few token ids below 2**32: smaller than a tuple and never equal for two n-grams of one size."""
+    key = 0
+    for token in ngram:
+        key = key << 32 | token
+    return key
+
+
+def _padded(rows: list[list[int]] | list[list[float]], fill: float) -> Tensor:
+    """Rows of unequal length as one (B, L) tensor, int64 or float32 by the fill value's type."""
+    width = max((len(row) for row in rows), default=0)
+    dtype = torch.int64 if isinstance(fill, int) else torch.float32
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype).view(len(rows), width)
+
+
+def _bytes_per_token(config: LookupConfig) -> int:
+    return TOKEN_BYTES + ENTRY_BYTES * (config.max_ngram - config.min_ngram + 1)
+
+
+def _fixed_bytes(config: LookupConfig) -> int:
+    return 2 * 8 * config.max_ngram

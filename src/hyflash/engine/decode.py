@@ -1,0 +1,363 @@
+"""The engine: rounds of propose, verify, commit over ragged batches; plain decoding is the same loop without drafts.
+
+In: requests. Out: events per round, and results. The engine knows no drafter and no model family by name.
+A request's last prompt token is its first anchor: prefill feeds the tokens before it, and every generated token,
+the first included, comes from a round.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hyflash.core import Commit, DraftRequest, Event, Proposal, Request, Result, RoundTrace, Rows, Verdict
+from hyflash.drafters.base import Drafter, State
+from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
+from hyflash.engine.progress import Progress
+from hyflash.engine.verify import verify
+from hyflash.errors import UserError
+from hyflash.targets.base import Exactness, Target
+from hyflash.text import Tokenizer
+
+Exact = Literal["auto", "recheck", "off"]
+NO_DRAFT: tuple[int, ...] = ()
+
+
+class Engine:
+    """Continuous batching of plain and speculative decoding over one target and at most one drafter.
+
+    `exact="auto"` keeps the promise by the target's own means: nothing to do where rows are invariant, rechecks of
+    near ties where they are not; "recheck" forces the latter, "off" gives it up and only counts near ties.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        policy: LengthPolicy | None = None,
+        exact: Exact = "auto",
+        max_rows: int = 64,
+        prefill_chunk: int = 512,
+    ) -> None:
+        if exact not in ("auto", "recheck", "off"):
+            raise UserError(f"exact is {exact!r}; expected auto, recheck or off.")
+        if max_rows < 1 or prefill_chunk < 1:
+            raise UserError(f"max_rows is {max_rows} and prefill_chunk {prefill_chunk}; expected at least 1.")
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        default_length = drafter.max_draft_tokens if drafter is not None else 0
+        self.policy = policy if policy is not None else FixedLength(default_length)
+        self.exactness: Exactness = target.exactness if exact == "auto" else exact
+        self.counters: Counter[str] = Counter()
+        self._epsilon = target.epsilon if self.exactness != "invariant" else 0.0
+        self._prefill_chunk = prefill_chunk
+        self._taps = drafter.target_layer_ids if drafter is not None else ()
+        self._state: State | None = drafter.new_state(max_rows) if drafter is not None else None
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._waiting: deque[Progress] = deque()
+        self._active: list[Progress] = []
+        self._stats: dict[int, RowStats] = {}
+        self._results: dict[int, Result] = {}
+        self._next_id = 0
+
+    # ------------------------------------------------------------------------------------ requests
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._waiting) + len(self._active)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its id. Raises UserError for one that cannot be served."""
+        info = self.target.info
+        if not request.prompt_ids:
+            raise UserError("the prompt is empty; expected at least one token.")
+        bad = [t for t in request.prompt_ids if not 0 <= t < info.vocab_size]
+        if bad:
+            raise UserError(
+                f"prompt token {bad[0]} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})."
+            )
+        if len(request.prompt_ids) >= info.max_context:
+            raise UserError(
+                f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
+                "with at least one for the answer. Shorten the prompt."
+            )
+        for token in (*request.params.logit_bias, *request.params.stop_token_ids):
+            if not 0 <= token < info.vocab_size:
+                raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+        progress = Progress(
+            self._next_id,
+            request,
+            tokenizer=self.tokenizer,
+            eos_token_ids=info.eos_token_ids,
+            max_context=info.max_context,
+        )
+        self._next_id += 1
+        self._waiting.append(progress)
+        return progress.request_id
+
+    def cancel(self, request_id: int) -> None:
+        """End a request at the next step, also during prefill; what it has committed stays in its result."""
+        for progress in (*self._waiting, *self._active):
+            if progress.request_id == request_id:
+                progress.finish("cancelled")
+
+    def result(self, request_id: int) -> Result:
+        """The result of a finished request, once. Raises KeyError before it has finished."""
+        return self._results.pop(request_id)
+
+    def generate(self, requests: Sequence[Request]) -> list[Result]:
+        """Run requests to their end and return results in the same order."""
+        ids = [self.submit(r) for r in requests]
+        try:
+            while any(i not in self._results for i in ids):
+                self.step()
+        except BaseException:
+            for i in ids:
+                self.cancel(i)
+            self._retire()
+            raise
+        return [self.result(i) for i in ids]
+
+    def stream(self, request: Request) -> Iterator[Event]:
+        """Run one request, yielding its events; closing the iterator cancels it. `result` then has the rest."""
+        request_id = self.submit(request)
+        try:
+            while request_id not in self._results:
+                yield from (e for e in self.step() if e.request_id == request_id)
+        finally:
+            if request_id not in self._results:
+                self.cancel(request_id)
+                self._retire()
+
+    # --------------------------------------------------------------------------------------- steps
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Admit, prefill one chunk of each new request, run one round of the others, retire the finished."""
+        events = self._retire()
+        self._admit()
+        prefilling = [p for p in self._active if p.num_prefilled < len(p.request.prompt_ids) - 1]
+        if prefilling:
+            self._prefill(prefilling)
+        running = [p for p in self._active if p.num_prefilled == len(p.request.prompt_ids) - 1]
+        if running:
+            events += self._round(running)
+        return events + self._retire()
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_rows:
+            progress = self._waiting.popleft()
+            progress.row = self._free_rows.pop()
+            progress.seq = self.target.open()
+            if self._state is not None:
+                self._state.reset(progress.row)
+            self._stats[progress.request_id] = RowStats(max(1, self.policy.max_draft_tokens))
+            progress.decode_start_sec = time.perf_counter()
+            self._active.append(progress)
+
+    def _retire(self) -> list[Event]:
+        """Free what finished requests hold; cancelled ones get their closing event here."""
+        events = []
+        for queue in (self._waiting, self._active):
+            for progress in [p for p in queue if p.finish_reason is not None]:
+                queue.remove(progress)
+                if progress.finish_reason == "cancelled":
+                    events.append(self._event(progress, (), 0, 0))
+                if progress.seq >= 0:
+                    if self._state is not None:
+                        progress.draft_state_bytes = self._state.nbytes(progress.row)
+                        self._state.reset(progress.row)
+                    self.target.close(progress.seq)
+                    self._free_rows.append(progress.row)
+                self._stats.pop(progress.request_id, None)
+                self._results[progress.request_id] = progress.result()
+        return events
+
+    def _prefill(self, prefilling: list[Progress]) -> None:
+        """Feed one chunk of each prompt, the last token excepted, to target and drafter."""
+        chunks = []
+        for p in prefilling:
+            end = min(p.num_prefilled + self._prefill_chunk, len(p.request.prompt_ids) - 1)
+            chunks.append(p.request.prompt_ids[p.num_prefilled : end])
+        rows = Rows(
+            tokens=torch.tensor([t for chunk in chunks for t in chunk]),
+            seqs=tuple(p.seq for p in prefilling),
+            lengths=tuple(len(chunk) for chunk in chunks),
+            taps=self._taps,
+            logits="none",
+        )
+        features = self.target.forward(rows).features
+        self._commit(prefilling, chunks, features, rows.lengths, verdict=None)
+        for p, chunk in zip(prefilling, chunks, strict=True):
+            p.num_prefilled += len(chunk)
+            p.decode_start_sec = time.perf_counter()
+
+    def _round(self, running: list[Progress]) -> list[Event]:
+        """Propose, verify and commit once for every running request."""
+        began = time.perf_counter()
+        drafts, sources = self._propose(running)
+        drafted = time.perf_counter()
+        blocks = [[p.anchor, *d] for p, d in zip(running, drafts, strict=True)]
+        rows = Rows(
+            tokens=torch.tensor([t for block in blocks for t in block]),
+            seqs=tuple(p.seq for p in running),
+            lengths=tuple(len(block) for block in blocks),
+            taps=self._taps,
+        )
+        out = self.target.forward(rows)
+        verified = time.perf_counter()
+        assert out.logits is not None
+        events, committed, accepted, first = [], [], [], 0
+        for p, d, block, source in zip(running, drafts, blocks, sources, strict=True):
+            before = len(p.token_ids)
+            outcome = self._verify(p, out.logits[first : first + len(block)], d, width=len(rows.tokens))
+            first += len(block)
+            committed.append(outcome[1])
+            accepted.append(outcome[0])
+            p.rounds.append(
+                RoundTrace(num_drafted=len(d), num_accepted=outcome[0], num_committed=outcome[1], source=source)
+            )
+            self._stats[p.request_id].observe(len(d), outcome[0])
+            p.last_token_sec = time.perf_counter()
+            p.first_token_sec = p.first_token_sec or p.last_token_sec
+            self.target.truncate(p.seq, p.position - 1)
+            events.append(self._event(p, tuple(p.token_ids[before:]), len(d), outcome[0]))
+        ready = time.perf_counter()
+        verdict = _verdict(drafts, accepted, sources)
+        kept = [block[:n] for block, n in zip(blocks, committed, strict=True)]
+        self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
+        self.policy.observe_times(
+            draft_sec=drafted - began + time.perf_counter() - ready,
+            verify_sec=verified - drafted,
+            width=len(rows.tokens),
+            num_rows=len(running),
+        )
+        return events
+
+    # --------------------------------------------------------------------------------------- parts
+
+    def _propose(self, running: list[Progress]) -> tuple[list[tuple[int, ...]], list[str]]:
+        """Draft tokens and their source for each request; empty where none are wanted or possible."""
+        drafts: list[tuple[int, ...]] = [NO_DRAFT] * len(running)
+        sources = [""] * len(running)
+        if self.drafter is None or self._state is None:
+            return drafts, sources
+        wanted = [self._length(p, len(running)) for p in running]
+        chosen = [i for i, k in enumerate(wanted) if k > 0]
+        if not chosen:
+            return drafts, sources
+        proposal = self.drafter.propose(
+            self._state,
+            DraftRequest(
+                rows=tuple(running[i].row for i in chosen),
+                anchors=torch.tensor([running[i].anchor for i in chosen]),
+                num_tokens=tuple(wanted[i] for i in chosen),
+            ),
+        )
+        self._count_nonfinite(proposal)
+        vocab = self.target.info.vocab_size
+        for at, i in enumerate(chosen):
+            tokens = proposal.tokens[at, : min(proposal.lengths[at], wanted[i])].tolist()
+            # A drafter with a larger vocabulary may propose what the target cannot say.
+            good = next((n for n, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))
+            drafts[i] = tuple(tokens[:good])
+            sources[i] = proposal.sources[at] if proposal.sources else type(self.drafter).__module__.rpartition(".")[2]
+        return drafts, sources
+
+    def _length(self, p: Progress, num_rows: int) -> int:
+        """Draft tokens to ask for: the policy's choice within every limit."""
+        assert self.drafter is not None
+        most = min(self.drafter.max_draft_tokens, p.remaining - 1)
+        if p.request.num_draft_tokens is not None:
+            most = min(most, p.request.num_draft_tokens)
+        if self.drafter.max_positions is not None:
+            most = min(most, self.drafter.max_positions - p.position)
+        if most <= 0:
+            return 0
+        return self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
+
+    def _count_nonfinite(self, proposal: Proposal) -> None:
+        if proposal.num_nonfinite:
+            if not self.counters["draft_nonfinite"]:
+                warnings.warn("the drafter gave non-finite logits; those proposals were cut short.", stacklevel=2)
+            self.counters["draft_nonfinite"] += proposal.num_nonfinite
+
+    def _verify(self, p: Progress, logits: Tensor, drafts: tuple[int, ...], *, width: int) -> tuple[int, int]:
+        """Accepted and committed tokens of one request's block."""
+        start = p.position - 1
+
+        def recheck(row: int) -> Tensor:
+            """Logits of the block's row at width 1."""
+            self.target.truncate(p.seq, start + row)
+            token = torch.tensor([p.anchor])
+            out = self.target.forward(Rows(tokens=token, seqs=(p.seq,), lengths=(1,)))
+            assert out.logits is not None
+            return out.logits[0]
+
+        needs_recheck = self.exactness == "recheck" and width > 1
+        outcome = verify(p, logits, drafts, epsilon=self._epsilon, recheck=recheck if needs_recheck else None)
+        self.counters["near_ties"] += outcome.num_near_ties
+        self.counters["rechecks"] += outcome.num_rechecks
+        return outcome.num_accepted, outcome.num_committed
+
+    def _commit(
+        self,
+        requests: list[Progress],
+        kept: Sequence[Sequence[int]],
+        features: Tensor | None,
+        widths: tuple[int, ...],
+        *,
+        verdict: Verdict | None,
+    ) -> None:
+        """Hand committed tokens and their features to the drafter; packed (N, C, D) becomes padded (B, T, C, D)."""
+        if self.drafter is None or self._state is None:
+            return
+        lengths = tuple(len(tokens) for tokens in kept)
+        T = max(lengths)
+        tokens = torch.zeros(len(kept), T, dtype=torch.long)
+        padded = features.new_zeros(len(kept), T, *features.shape[1:]) if features is not None else None
+        first = 0
+        for b, (ids, width) in enumerate(zip(kept, widths, strict=True)):
+            tokens[b, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+            if features is not None and padded is not None:
+                padded[b, : len(ids)] = features[first : first + len(ids)]
+            first += width
+        commit = Commit(
+            rows=tuple(p.row for p in requests), tokens=tokens, features=padded, lengths=lengths, verdict=verdict
+        )
+        self.drafter.commit(self._state, commit)
+
+    def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
+        final = p.finish_reason is not None
+        return Event(
+            request_id=p.request_id,
+            token_ids=tokens,
+            text=p.stream.take(final=final),
+            logprobs=tuple(p.logprobs[-len(tokens) :]) if tokens else (),
+            num_drafted=drafted,
+            num_accepted=accepted,
+            finish_reason=p.finish_reason,
+            error=p.error,
+        )
+
+
+def _verdict(drafts: list[tuple[int, ...]], accepted: list[int], sources: list[str]) -> Verdict:
+    proposed = torch.zeros(len(drafts), max(map(len, drafts)), dtype=torch.long)
+    for b, tokens in enumerate(drafts):
+        proposed[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+    return Verdict(
+        proposed=proposed,
+        num_drafted=tuple(map(len, drafts)),
+        num_accepted=tuple(accepted),
+        sources=tuple(sources),
+    )

@@ -1,0 +1,123 @@
+"""How many tokens to draft in a round, per request, 0 included.
+
+In: what the last rounds accepted, what widths cost on this machine, what drafting cost. Out: a draft length.
+The text never depends on it. Objective (design, section 6): committed tokens per second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from hyflash.errors import UserError
+
+
+class RowStats:
+    """Running acceptance of one request: P(draft i accepted | all before accepted), with a prior of two rounds."""
+
+    DECAY = 0.98
+    PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
+
+    def __init__(self, max_tokens: int) -> None:
+        self._hits = [self.PRIOR_RATE * self.PRIOR_WEIGHT] * max_tokens
+        self._tries = [self.PRIOR_WEIGHT] * max_tokens
+        self.rounds_off = 0
+        self.pause = 1
+        """Rounds without drafting before the next try; doubles while tries do not pay."""
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Take in one round; positions behind the first rejection were not tested."""
+        for i in range(min(num_drafted, num_accepted + 1, len(self._hits))):
+            self._hits[i] = self._hits[i] * self.DECAY + (i < num_accepted)
+            self._tries[i] = self._tries[i] * self.DECAY + 1.0
+
+    def expected_tokens(self, num_draft_tokens: int) -> float:
+        """Expected committed tokens of a round with this many drafts: 1 + sum of cumulative products."""
+        total, run = 1.0, 1.0
+        for i in range(min(num_draft_tokens, len(self._hits))):
+            run *= self._hits[i] / self._tries[i]
+            total += run
+        return total
+
+
+class LengthPolicy(ABC):
+    """Chooses draft lengths; one object serves all requests of an engine."""
+
+    max_draft_tokens: int
+    """Most draft tokens the policy ever asks for."""
+
+    @abstractmethod
+    def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
+        """Draft tokens for one row of a batch of `num_rows`, from 0 to `most`."""
+
+    def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:  # noqa: B027
+        """Wall-clock of one round; policies that do not measure ignore it."""
+
+
+class FixedLength(LengthPolicy):
+    """Always the same number of draft tokens."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        if num_draft_tokens < 0:
+            raise UserError(f"num_draft_tokens is {num_draft_tokens}; expected at least 0.")
+        self.max_draft_tokens = num_draft_tokens
+
+    def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
+        """The fixed length, cut to what fits."""
+        return min(most, self.max_draft_tokens)
+
+
+class AdaptiveLength(LengthPolicy):
+    """The length with most expected committed tokens per second, from measured costs and running acceptance.
+
+    `costs` maps width q to c(q), the cost of a width-q forward over a width-1 forward. When no draft pays, drafting
+    pauses for a number of rounds that doubles with each fruitless try.
+    """
+
+    MAX_PAUSE = 64
+
+    def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8) -> None:
+        if 1 not in costs:
+            raise UserError("the cost table has no entry for width 1.")
+        self.max_draft_tokens = max_draft_tokens
+        self._costs = dict(sorted(costs.items()))
+        self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on
+        self._one_sec = 0.0
+
+    def cost(self, width: float) -> float:
+        """c(width), linear between and beyond the measured widths."""
+        known = list(self._costs.items())
+        for (q0, c0), (q1, c1) in itertools.pairwise(known):
+            if width <= q1:
+                return c0 + (c1 - c0) * (width - q0) / (q1 - q0)
+        if len(known) == 1:
+            return known[0][1] * width
+        (q0, c0), (q1, c1) = known[-2:]
+        return c1 + max(0.0, (c1 - c0) / (q1 - q0)) * (width - q1)
+
+    def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
+        """Best length by expected tokens over expected cost; 0 when plain decoding is cheaper."""
+        if stats.rounds_off:
+            stats.rounds_off -= 1
+            return 0
+        most = min(most, self.max_draft_tokens)
+
+        def rate(k: int) -> float:
+            # The other rows of the batch are taken to draft as much as this one.
+            return stats.expected_tokens(k) / (self.cost(num_rows * (k + 1)) + (self._draft_cost if k else 0.0))
+
+        best = max(range(most + 1), key=rate, default=0)
+        if best == 0 and most > 0:
+            stats.rounds_off = stats.pause
+            stats.pause = min(2 * stats.pause, self.MAX_PAUSE)
+            return min(most, 2)  # one cheap try, then the pause
+        stats.pause = 1
+        return best
+
+    def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:
+        """Follow the drafter's share of a width-1 forward."""
+        one = verify_sec / max(self.cost(width), 1e-9)
+        self._one_sec = one if not self._one_sec else 0.9 * self._one_sec + 0.1 * one
+        if draft_sec > 0 and self._one_sec > 0:
+            self._draft_cost += 0.1 * (draft_sec / self._one_sec - self._draft_cost)

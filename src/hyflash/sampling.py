@@ -1,0 +1,154 @@
+"""From target logits to a token: penalties, bias, temperature, top-k, top-p, min-p and a counter-based draw.
+
+In: one row of logits, the request's parameters and the tokens so far. Out: the token at that absolute position.
+The draw inverts the distribution's cumulative sum (in vocabulary order) at one uniform number that is a function
+of (seed, position) alone, so a text depends on nothing but the target's distribution and the seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hyflash.core import SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A chosen token; `margin` is how far the decision was from another one, in logits."""
+
+    token_id: int
+    margin: float
+    finite: bool
+    logprob: TokenLogprob | None = None
+
+
+def uniform(seed: int, position: int) -> float:
+    """The uniform number in (0, 1) of one position: Philox keyed by seed and position, stable for ever."""
+    bits = int(np.random.Philox(key=[seed, position]).random_raw())
+    return float(((bits >> 11) + 0.5) * 2.0**-53)
+
+
+def is_plain_greedy(params: SamplingParams) -> bool:
+    """Whether the token is the argmax of the raw logits, so that whole blocks can be decided at once."""
+    return params.temperature == 0 and params.logprobs is None and not _changes_logits(params)
+
+
+def _changes_logits(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.min_tokens
+    )
+
+
+def adjust(
+    logits: Tensor, params: SamplingParams, *, prompt: Sequence[int], generated: Sequence[int], banned: Sequence[int]
+) -> Tensor:
+    """Logits (V,) float32 after penalties and bias, in transformers' order; `banned` ids become -inf.
+
+    Repetition counts prompt and generated tokens (transformers); presence and frequency only generated ones (OpenAI).
+    """
+    if not (_changes_logits(params) or banned):
+        return logits
+    out = logits.float().clone()
+    V = out.shape[0]
+    if params.repetition_penalty != 1.0:
+        ids = torch.tensor(sorted({t for t in (*prompt, *generated) if t < V}), dtype=torch.long)
+        seen = out[ids]
+        out[ids] = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+    if (params.presence_penalty or params.frequency_penalty) and generated:
+        counts = Counter(generated)
+        ids = torch.tensor(list(counts), dtype=torch.long)
+        times = torch.tensor(list(counts.values()), dtype=torch.float32)
+        out[ids] -= params.presence_penalty + params.frequency_penalty * times
+    for token, bias in params.logit_bias.items():
+        out[token] += bias
+    if banned:
+        out[torch.tensor(list(banned), dtype=torch.long)] = float("-inf")
+    return out
+
+
+def warp(logits: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
+    """Temperature, top-k, top-p, min-p on logits (V,), in transformers' order.
+
+    Returns the warped logits (-inf outside the support, float64) and how near the nearest excluded or included
+    token was to the other side of a threshold, in logits of the un-tempered scale.
+    """
+    out = logits.double() / params.temperature
+    near = float("inf")
+    if 0 < params.top_k < out.shape[0]:
+        top = out.topk(params.top_k + 1).values
+        near = min(near, float(top[-2] - top[-1]))
+        out = out.masked_fill(out < top[-2], float("-inf"))
+    if params.top_p < 1.0:
+        ordered, index = out.sort(descending=True, stable=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass strictly before each token
+        keep = before < params.top_p
+        near = min(near, float((before - params.top_p).abs().min()))
+        out = torch.full_like(out, float("-inf")).scatter(0, index[keep], ordered[keep])
+    if params.min_p > 0.0:
+        floor = out.max() + float(np.log(params.min_p))
+        near = min(near, float((out[out.isfinite()] - floor).abs().min()))
+        out = out.masked_fill(out < floor, float("-inf"))
+    return out, near * params.temperature
+
+
+def choose(
+    logits: Tensor,
+    params: SamplingParams,
+    *,
+    position: int,
+    prompt: Sequence[int],
+    generated: Sequence[int],
+    banned: Sequence[int] = (),
+) -> Choice:
+    """The token at absolute `position` from logits (V,). NaN or infinity in the logits give `finite=False`."""
+    if not bool(torch.isfinite(logits.max())):  # max() propagates NaN
+        return Choice(token_id=0, margin=0.0, finite=False)
+    adjusted = adjust(logits, params, prompt=prompt, generated=generated, banned=banned)
+    if not bool(adjusted.max() > float("-inf")):
+        return Choice(token_id=0, margin=0.0, finite=False)
+    token, margin = _draw(adjusted, params, position) if params.temperature > 0 else _argmax(adjusted)
+    logprob = _logprob(adjusted, params, token) if params.logprobs is not None else None
+    return Choice(token_id=token, margin=margin, finite=True, logprob=logprob)
+
+
+def _argmax(logits: Tensor) -> tuple[int, float]:
+    """First largest logit and its lead over the second."""
+    top = logits.topk(min(2, logits.shape[0])).values
+    return int(logits.argmax()), float(top[0] - top[-1]) if top.shape[0] > 1 else float("inf")
+
+
+def _draw(logits: Tensor, params: SamplingParams, position: int) -> tuple[int, float]:
+    """Token whose cumulative interval holds this position's uniform number.
+
+    The margin is the distance to the interval's nearer end: moving every logit by at most d moves an end by less
+    than d / temperature. The thresholds of the filters count too.
+    """
+    warped, near = warp(logits, params)
+    ends = warped.softmax(-1).cumsum(-1)
+    total = float(ends[-1])
+    at = uniform(params.seed, position) * total
+    token = int(torch.searchsorted(ends, at, right=True))
+    if token >= ends.shape[0]:  # rounding put `at` on the last end: the last token of the support is meant
+        token = int(warped.isfinite().nonzero()[-1])
+    low, high = float(ends[token - 1]) if token else 0.0, float(ends[token])
+    distance = min(at - low if low > 0 else float("inf"), high - at if high < total else float("inf"))
+    return token, min(near, distance * params.temperature)
+
+
+def _logprob(adjusted: Tensor, params: SamplingParams, token: int) -> TokenLogprob:
+    """Log-probabilities under the processed distribution (temperature 0 reports the one of temperature 1)."""
+    warped = warp(adjusted, params)[0] if params.temperature > 0 else adjusted.double()
+    logs = warped.log_softmax(-1)
+    top = logs.topk(min(params.logprobs or 0, logs.shape[0]))
+    pairs = tuple((int(i), float(v)) for v, i in zip(*top, strict=True)) if params.logprobs else ()
+    return TokenLogprob(token_id=token, logprob=float(logs[token]), top=pairs)

@@ -1,0 +1,127 @@
+"""The order of training: which examples are held out, and which batch comes next.
+
+In: an `ExampleSource` and the [data] table. Out: batches. The order of an epoch follows from (seed, epoch) alone, so
+the position of a run is two numbers and a resumed run sees the very batches it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from hyflash.core import TrainBatch
+from hyflash.data.anchors import build_batch, make_rng
+from hyflash.data.capture import Example, ExampleSource, SourceInfo
+from hyflash.data.prompts import held_out_rank
+from hyflash.errors import UserError
+from hyflash.train.recipe import DataTable
+
+_POOL_BATCHES = 16
+"""Batches are cut from pools of this many, sorted by length: little padding, still random."""
+
+
+class TapSelection:
+    """An `ExampleSource` that gives only some of the captured taps, in a drafter's order."""
+
+    def __init__(self, source: ExampleSource, taps: Sequence[int]) -> None:
+        have = source.info.taps
+        missing = [t for t in taps if t not in have]
+        if missing:
+            raise UserError(
+                f"the data has taps {list(have)}, the drafter reads {list(taps)}: {missing} are missing; "
+                "capture again with the drafter's taps."
+            )
+        self._source = source
+        self._places = [have.index(t) for t in taps]
+        self.ids = source.ids
+        self.meta = source.meta
+        self.info: SourceInfo = replace(source.info, taps=tuple(taps))
+
+    def length(self, example_id: str) -> int:
+        """Tokens of the example."""
+        return self._source.length(example_id)
+
+    def fetch(self, ids: Sequence[str]) -> list[Example]:
+        """The examples with the chosen taps."""
+        return [replace(e, features=e.features[:, self._places]) for e in self._source.fetch(ids)]
+
+    def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
+        """As the source's."""
+        return self._source.label_counts(ids, vocab_size)
+
+
+def select_taps(source: ExampleSource, taps: Sequence[int]) -> ExampleSource:
+    """The source itself when its taps are those of the drafter, else a selection. Raises UserError."""
+    return source if source.info.taps == tuple(taps) else TapSelection(source, taps)
+
+
+def hold_out(ids: Sequence[str], count: int, *, seed: int) -> tuple[list[str], list[str]]:
+    """Split ids into (training, held out) by hash; the order of both is that of `ids`."""
+    chosen = set(sorted(ids, key=lambda i: held_out_rank(i, seed))[:count])
+    return [i for i in ids if i not in chosen], [i for i in ids if i in chosen]
+
+
+def epoch_batches(
+    ids: Sequence[str], lengths: Sequence[int], *, batch_sequences: int, seed: int, epoch: int
+) -> list[list[str]]:
+    """All ids once, shuffled, in batches of near lengths; the last batch of a pool may be smaller."""
+    rng = make_rng(seed, epoch, "", "order")
+    order = rng.permutation(len(ids))
+    batches: list[list[str]] = []
+    pool_size = batch_sequences * _POOL_BATCHES
+    for first in range(0, len(order), pool_size):
+        pool = order[first : first + pool_size]
+        pool = pool[np.argsort([lengths[i] for i in pool], kind="stable")]
+        batches += [[ids[i] for i in pool[k : k + batch_sequences]] for k in range(0, len(pool), batch_sequences)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+class BatchStream:
+    """Endless training batches; (`epoch`, `index`) is the next one's place."""
+
+    def __init__(self, source: ExampleSource, ids: Sequence[str], options: DataTable, *, seed: int) -> None:
+        if not ids:
+            raise UserError("no example is left to train on; add data or lower data.held_out.")
+        self._source, self._ids, self._options, self._seed = source, list(ids), options, seed
+        self._lengths = [source.length(i) for i in self._ids]
+        self.epoch = 0
+        self.index = 0
+        self._plan = self._plan_epoch()
+
+    def seek(self, epoch: int, index: int) -> None:
+        """Go to a place of an earlier run."""
+        self.epoch, self.index = epoch, index
+        self._plan = self._plan_epoch()
+
+    def next(self) -> TrainBatch:
+        """The next batch; after the last of an epoch the next epoch begins."""
+        if self.index == len(self._plan):
+            self.seek(self.epoch + 1, 0)
+        chosen = self._plan[self.index]
+        batch = build_batch(self._source.fetch(chosen), self._options, seed=self._seed, epoch=self.epoch)
+        self.index += 1
+        return batch
+
+    def first(self, max_tokens: int) -> list[TrainBatch]:
+        """Batches of the first epoch with every position an anchor, up to about `max_tokens` tokens."""
+        options = self._options.model_copy(update={"anchors_per_sequence": 0})
+        batches: list[TrainBatch] = []
+        total = 0
+        for chosen in self._plan_epoch(0):
+            if total >= max_tokens:
+                break
+            batches.append(build_batch(self._source.fetch(chosen), options, seed=self._seed, epoch=0))
+            total += int(batches[-1].lengths.sum())
+        return batches
+
+    def _plan_epoch(self, epoch: int | None = None) -> list[list[str]]:
+        return epoch_batches(
+            self._ids,
+            self._lengths,
+            batch_sequences=self._options.batch_sequences,
+            seed=self._seed,
+            epoch=self.epoch if epoch is None else epoch,
+        )

@@ -1,0 +1,425 @@
+"""Composition: each row takes the part expected to have most accepted, and its own rounds move that expectation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks, TargetInfo, Verdict
+from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.drafters.compose import ComposedState, Composite
+from hyflash.drafters.lookup import DrafterImpl as Lookup
+from hyflash.drafters.lookup import LookupConfig
+from hyflash.errors import UserError
+
+
+def hooks() -> TargetHooks:
+    info = TargetInfo(
+        name="toy", fingerprint="0", family="toy", vocab_size=100, hidden_size=8, intermediate_size=8, num_layers=9,
+        num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, max_context=4096,
+        eos_token_ids=(0,), dtype="float32",
+    )  # fmt: skip
+
+    def none(ids: Tensor) -> Tensor:
+        raise AssertionError("not for these drafters")
+
+    return TargetHooks(info=info, embed=none, head=none, head_rows=none)
+
+
+class FakeState(State):
+    def __init__(self, num_rows: int) -> None:
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows)]
+        self.features: list[list[list[float]]] = [[] for _ in range(num_rows)]
+
+    def reset(self, row: int) -> None:
+        self.tokens[row], self.features[row] = [], []
+
+    def nbytes(self, row: int) -> int:
+        return 8 * len(self.tokens[row]) + 100
+
+    def snapshot(self, row: int) -> dict[str, Any]:
+        return {"tokens": list(self.tokens[row]), "features": list(self.features[row])}
+
+    def restore(self, row: int, saved: dict[str, Any]) -> None:
+        self.tokens[row], self.features[row] = list(saved["tokens"]), list(saved["features"])
+
+
+class Fake(Drafter):
+    """Drafts `token` over and over with one confidence; notes what it was called with."""
+
+    Config = DrafterConfig
+
+    def __init__(
+        self,
+        *,
+        token: int = 1,
+        taps: tuple[int, ...] = (),
+        confidence: float | None = None,
+        limit: int = 5,
+        bucket: int = 0,
+        vocab: int = 0,
+        positions: int | None = None,
+    ) -> None:
+        super().__init__(DrafterConfig(), hooks())
+        self.token, self.confidence, self.bucket, self.vocab = token, confidence, bucket, vocab
+        self.target_layer_ids, self.max_draft_tokens, self.max_positions = taps, limit, positions
+        self.asked: list[tuple[int, ...]] = []
+        self.verdicts: list[Verdict | None] = []
+        self.empty_rows: set[int] = set()
+
+    def new_state(self, num_rows: int) -> FakeState:
+        return FakeState(num_rows)
+
+    def commit(self, state: State, new: Commit) -> None:
+        assert isinstance(state, FakeState)
+        self.verdicts.append(new.verdict)
+        for b, (row, length) in enumerate(zip(new.rows, new.lengths, strict=True)):
+            state.tokens[row] += new.tokens[b, :length].tolist()
+            if new.features is not None:
+                state.features[row] += new.features[b, :length, :, 0].tolist()
+
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        self.asked.append(request.rows)
+        lengths = tuple(
+            0 if row in self.empty_rows else n for row, n in zip(request.rows, request.num_tokens, strict=True)
+        )
+        shape = (len(request.rows), max(lengths, default=0))
+        probs = torch.full((*shape, self.vocab), 1 / self.vocab) if self.vocab else None
+        stated = None if self.confidence is None else torch.full(shape, self.confidence)
+        nonfinite = len(self.empty_rows.intersection(request.rows))
+        tokens = torch.full(shape, self.token)
+        return Proposal(tokens=tokens, lengths=lengths, probs=probs, confidence=stated, num_nonfinite=nonfinite)
+
+    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
+        return (self.bucket,) * len(request.rows)
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        return DraftCost(
+            state_bytes=100, kv_bytes_per_token=8, weight_bytes=7, propose_flops=5, commit_flops_per_token=3
+        )
+
+
+def lookup() -> Lookup:
+    return Lookup(LookupConfig(), hooks())
+
+
+def feed(
+    drafter: Drafter,
+    state: State,
+    *texts: list[int],
+    rows: tuple[int, ...] | None = None,
+    verdict: Verdict | None = None,
+) -> None:
+    width, taps = max(len(text) for text in texts), len(drafter.target_layer_ids)
+    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts], dtype=torch.int64).view(len(texts), width)
+    layers = torch.tensor(drafter.target_layer_ids, dtype=torch.float32)  # a feature's value is its layer's number
+    features = layers[None, None, :, None].expand(len(texts), width, taps, 2) if taps else None
+    lengths = tuple(len(text) for text in texts)
+    rows = tuple(range(len(texts))) if rows is None else rows
+    drafter.commit(state, Commit(rows=rows, tokens=tokens, features=features, lengths=lengths, verdict=verdict))
+
+
+def ask(drafter: Drafter, state: State, *anchors: int, rows: tuple[int, ...] | None = None, count: int = 5) -> Proposal:
+    rows = tuple(range(len(anchors))) if rows is None else rows
+    wanted = (count,) * len(rows)
+    return drafter.propose(state, DraftRequest(rows=rows, anchors=torch.tensor(anchors), num_tokens=wanted))
+
+
+def judged(proposal: Proposal, *accepted: int) -> Verdict:
+    return Verdict(
+        proposed=proposal.tokens, num_drafted=proposal.lengths, num_accepted=accepted, sources=proposal.sources
+    )
+
+
+def play(
+    drafter: Composite, state: ComposedState, anchor: int, accepted: int, *, rounds: int, row: int = 0
+) -> list[str]:
+    """Rounds in which the target accepts `accepted` drafts; returns their sources."""
+    sources = []
+    for _ in range(rounds):
+        proposal = ask(drafter, state, anchor, rows=(row,))
+        sources += proposal.sources
+        run = proposal.tokens[0, :accepted].tolist()
+        feed(drafter, state, [anchor, *run], rows=(row,), verdict=judged(proposal, accepted))
+    return sources
+
+
+def test_without_evidence_a_match_of_two_beats_the_block_drafter_and_a_match_of_one_does_not() -> None:
+    block = Fake(token=50, taps=(1,), confidence=0.6)
+    drafter = Composite([("lookup", lookup()), ("./block", block)])
+    for count in (1, 2, 5, 10):
+        state = drafter.new_state(4)
+        feed(drafter, state, [1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 3, 1, 2], [9])
+        proposal = ask(drafter, state, 1, 2, 3, 8, count=count)
+        assert proposal.sources == ("./block", "lookup", "lookup", "./block")
+        assert proposal.lengths == (min(count, 5), count, count, min(count, 5))
+        assert proposal.tokens[1:3, 0].tolist() == [3, 1]
+        assert proposal.tokens[3, : min(count, 5)].tolist() == [50] * min(count, 5)
+
+
+def test_the_block_drafter_runs_only_for_the_rows_it_may_win() -> None:
+    block = Fake(taps=(1,))
+    drafter = Composite([("lookup", lookup()), ("block", block)])
+    state = drafter.new_state(3)
+    feed(drafter, state, [1, 2, 1], [5], [3, 3, 3])
+    ask(drafter, state, 2, 6, 3)
+    assert block.asked == [(1,)]
+    ask(drafter, state, 2, 3, rows=(0, 2))
+    assert block.asked == [(1,)]
+
+
+def test_the_more_confident_part_wins_once_both_have_drafted() -> None:
+    cheap = Fake(token=7, confidence=0.3)
+    for confidence, winner in ((0.1, "cheap"), (0.9, "block"), (None, "block")):
+        drafter = Composite([("cheap", cheap), ("block", Fake(token=8, taps=(0,), confidence=confidence))])
+        proposal = ask(drafter, drafter.new_state(1), 1)
+        assert proposal.sources == (winner,)
+        assert proposal.tokens[0].tolist() == [7 if winner == "cheap" else 8] * 5
+
+
+def test_rejections_move_the_choice_away_and_only_in_that_row() -> None:
+    drafter = Composite([("cheap", Fake(token=7, confidence=0.8)), ("block", Fake(token=8, taps=(0,)))])
+    state = drafter.new_state(2)
+    sources = []
+    for _ in range(20):  # the target takes 2 tokens of the block drafter and none of the cheap one
+        proposal = ask(drafter, state, 3)
+        accepted = 2 if proposal.sources == ("block",) else 0
+        feed(drafter, state, [3, *[8] * accepted], verdict=judged(proposal, accepted))
+        sources += proposal.sources
+    change = sources.index("block")
+    assert 1 <= change <= 8
+    assert sources == ["cheap"] * change + ["block"] * (20 - change)
+    assert ask(drafter, state, 3, rows=(1,)).sources == ("cheap",)
+
+
+def test_acceptance_moves_the_choice_back() -> None:
+    drafter = Composite([("cheap", Fake(token=7, confidence=0.8)), ("block", Fake(token=8, taps=(0,)))])
+    state = drafter.new_state(1)
+    play(drafter, state, 3, 0, rounds=12)
+    for _ in range(30):  # now the cheap one is right, and the block drafter is not
+        proposal = ask(drafter, state, 3)
+        accepted = 5 if proposal.sources == ("cheap",) else 0
+        feed(drafter, state, [3, *[7] * accepted], verdict=judged(proposal, accepted))
+    assert proposal.sources == ("cheap",)
+
+
+def test_a_block_drafter_that_always_wins_is_run_even_where_lookup_matches() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(token=50, taps=(0,), confidence=0.9))])
+    state = drafter.new_state(1)
+    for step in range(12):  # new anchors: lookup has no match, the block drafter is right throughout
+        proposal = ask(drafter, state, 60 + step)
+        feed(drafter, state, [60 + step, *[50] * 5], verdict=judged(proposal, 5))
+    feed(drafter, state, [1, 2, 3, 1])
+    assert ask(drafter, state, 2).sources == ("block",)
+
+
+def test_evidence_is_kept_apart_by_bucket() -> None:
+    cheap = Fake(token=7, confidence=0.8, bucket=2)
+    drafter = Composite([("cheap", cheap), ("block", Fake(token=8, taps=(0,)))])
+    state = drafter.new_state(1)
+    play(drafter, state, 3, 0, rounds=12)
+    cheap.bucket = 3
+    assert ask(drafter, state, 3).sources == ("cheap",)
+    cheap.bucket = 10**6  # beyond the table: the last bucket
+    assert ask(drafter, state, 3).sources == ("cheap",)
+
+
+def test_a_cheap_part_is_scored_on_rounds_that_another_part_drafted() -> None:
+    cheap, block = Fake(token=7, confidence=0.2), Fake(token=7, taps=(0,), confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(1)
+    before = ask(drafter, state, 3)
+    assert before.sources == ("block",)
+    feed(drafter, state, [3, 7, 7, 7], verdict=judged(before, 3))
+    assert state.rows[0][:, 0, 0].tolist() == pytest.approx([3, 3 * 0.2])  # past the run is unknown
+    assert state.rows[0][:, 1, 0].tolist() == pytest.approx([3, 4 * 0.45])
+    cheap.token = 6
+    feed(drafter, state, [3, 7, 7, 7], verdict=judged(before, 3))
+    assert state.rows[0][:, 0, 0].tolist() == pytest.approx([2.7, 0.9 * 3 * 0.2 + 0.2])
+
+
+def test_each_part_sees_the_verdicts_on_its_own_drafts_only() -> None:
+    cheap, block = Fake(token=7, confidence=0.9), Fake(token=8, taps=(0,))
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(2)
+    cheap.empty_rows = {1}
+    proposal = ask(drafter, state, 3, 3)
+    assert proposal.sources == ("cheap", "block")
+    feed(drafter, state, [3, 7], [3, 8, 8], verdict=judged(proposal, 1, 2))
+    assert (cheap.verdicts[-1].num_drafted, cheap.verdicts[-1].num_accepted) == ((5, 0), (1, 0))
+    assert (block.verdicts[-1].num_drafted, block.verdicts[-1].num_accepted) == ((0, 5), (0, 2))
+
+
+def test_lookup_inside_learns_from_its_own_verdicts() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0,)))])
+    state = drafter.new_state(1)
+    feed(drafter, state, [1, 2, 3, 1])
+    proposal = ask(drafter, state, 2)
+    assert proposal.sources == ("lookup",)
+    feed(drafter, state, [2], verdict=judged(proposal, 0))
+    assert state.parts[0].rows[0].tried == [0, 1, 0]
+
+
+def test_taps_are_the_sorted_union_and_each_part_gets_its_own_in_its_order() -> None:
+    parts = [Fake(taps=(5, 2)), Fake(), Fake(taps=(2, 8, 4))]
+    drafter = Composite([("a", parts[0]), ("b", parts[1]), ("c", parts[2])])
+    assert drafter.target_layer_ids == (2, 4, 5, 8)
+    state = drafter.new_state(1)
+    feed(drafter, state, [1, 2])
+    assert [part.features[0] for part in state.parts] == [[[5.0, 2.0]] * 2, [], [[2.0, 8.0, 4.0]] * 2]
+    assert Composite([("a", Fake()), ("b", lookup())]).target_layer_ids == ()
+
+
+def test_propose_leaves_the_state_unchanged() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0,)))])
+    state = drafter.new_state(2)
+    feed(drafter, state, [1, 2, 1], [4])
+    play(drafter, state, 2, 1, rounds=3)
+    before = [copy.deepcopy(state.snapshot(row)) for row in range(2)]
+    first, second = ask(drafter, state, 2, 9), ask(drafter, state, 2, 9)
+    assert_same([state.snapshot(row) for row in range(2)], before)
+    assert first.sources == second.sources
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.confidence, second.confidence)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equality through dicts, lists and tensors."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        assert_same(list(a.values()), list(b.values()))
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def test_commit_in_pieces_is_commit_in_one() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0, 3)))])
+    text = [1, 2, 3, 1, 2, 3, 4, 1, 2]
+    whole, pieces = drafter.new_state(1), drafter.new_state(1)
+    feed(drafter, whole, text)
+    for start, stop in ((0, 1), (1, 1), (1, 6), (6, 9)):
+        feed(drafter, pieces, text[start:stop])
+    assert_same(whole.snapshot(0), pieces.snapshot(0))
+    proposal = ask(drafter, whole, 3)
+    run = proposal.tokens[0, :3].tolist()
+    feed(drafter, whole, [3, *run], verdict=judged(proposal, 3))
+    feed(drafter, pieces, [3, *run[:1]], verdict=judged(proposal, 3))
+    feed(drafter, pieces, run[1:])
+    assert_same(whole.snapshot(0), pieces.snapshot(0))
+
+
+def test_a_row_in_a_ragged_batch_is_the_row_alone() -> None:
+    texts, anchors = ([1, 2, 1], [], [7] * 6, [5, 6]), (2, 3, 7, 9)
+    drafter = Composite([("lookup", lookup()), ("block", Fake(token=50, taps=(0,), limit=3))])
+    batch = drafter.new_state(4)
+    feed(drafter, batch, *texts)
+    proposal = ask(drafter, batch, *anchors)
+    seen = judged(proposal, *(min(2, n) for n in proposal.lengths))
+    committed = [[a, *proposal.tokens[b, : seen.num_accepted[b]].tolist()] for b, a in enumerate(anchors)]
+    feed(drafter, batch, *committed, verdict=seen)
+    for b, anchor in enumerate(anchors):
+        alone = drafter.new_state(1)
+        feed(drafter, alone, texts[b])
+        single = ask(drafter, alone, anchor)
+        n = single.lengths[0]
+        assert (n, single.sources[0]) == (proposal.lengths[b], proposal.sources[b])
+        assert torch.equal(single.tokens[0, :n], proposal.tokens[b, :n])
+        assert torch.equal(single.confidence[0, :n], proposal.confidence[b, :n])
+        feed(drafter, alone, committed[b], verdict=judged(single, seen.num_accepted[b]))
+        assert_same(alone.snapshot(0), batch.snapshot(b))
+
+
+def test_reset_and_restore_reach_every_part_and_the_evidence() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0,)))])
+    state = drafter.new_state(2)
+    fresh = copy.deepcopy(state.snapshot(0))
+    feed(drafter, state, [1, 2, 1], [4])
+    play(drafter, state, 2, 1, rounds=2)
+    saved = state.snapshot(0)
+    kept = copy.deepcopy(saved)
+    play(drafter, state, 2, 0, rounds=2)
+    assert_same(saved, kept)
+    state.restore(1, saved)
+    play(drafter, state, 2, 0, rounds=2, row=1)
+    state.restore(0, saved)
+    assert_same(state.snapshot(0), kept)
+    state.reset(0)
+    assert_same(state.snapshot(0), fresh)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 50])
+def test_cost_is_the_sum_of_the_parts_and_equals_the_reported_bytes(tokens: int) -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0,)))])
+    state = drafter.new_state(1)
+    feed(drafter, state, [i % 5 for i in range(tokens)])
+    cost = drafter.cost(tokens)
+    assert cost.total_bytes(tokens) == state.nbytes(0)
+    assert (cost.weight_bytes, cost.propose_flops, cost.commit_flops_per_token) == (7, 5, 3)
+
+
+def test_a_part_that_fails_falls_back_to_a_weaker_cheap_draft_or_to_none() -> None:
+    block = Fake(token=8, taps=(0,))
+    block.empty_rows = {0, 1}
+    drafter = Composite([("lookup", lookup()), ("block", block)])
+    state = drafter.new_state(3)
+    feed(drafter, state, [1, 2], [4], [4])
+    proposal = ask(drafter, state, 1, 5, 5)
+    assert proposal.sources == ("lookup", "", "block")
+    assert proposal.lengths == (5, 0, 5)
+    assert proposal.num_nonfinite == 2
+    feed(drafter, state, [1], [5], [5], verdict=judged(proposal, 0, 0, 0))
+    assert state.rows[1].sum() == 0
+
+
+def test_no_proposal_at_all_has_width_zero() -> None:
+    drafter = Composite([("lookup", lookup()), ("again", lookup())])
+    state = drafter.new_state(2)
+    proposal = ask(drafter, state, 3, 4)
+    assert proposal.tokens.shape == proposal.confidence.shape == (2, 0)
+    assert proposal.lengths == (0, 0)
+    none = DraftRequest(rows=(), anchors=torch.zeros(0, dtype=torch.int64), num_tokens=())
+    assert drafter.propose(state, none).lengths == ()
+
+
+def test_point_masses_become_one_hot_beside_a_part_with_probabilities() -> None:
+    drafter = Composite(
+        [("cheap", Fake(token=2, confidence=0.9)), ("block", Fake(token=3, taps=(0,), limit=2, vocab=4))]
+    )
+    state = drafter.new_state(2)
+    drafter.parts[0].empty_rows = {1}
+    proposal = ask(drafter, state, 1, 1, count=3)
+    assert proposal.sources == ("cheap", "block")
+    assert proposal.probs.shape == (2, 3, 4)
+    assert proposal.probs[0].tolist() == [[0, 0, 1, 0]] * 3
+    assert proposal.probs[1].tolist() == [[0.25] * 4] * 2 + [[0] * 4]
+
+
+def test_the_better_of_two_block_drafters_is_run_alone() -> None:
+    short, long = Fake(taps=(0,), limit=2), Fake(taps=(1,), limit=4)
+    drafter = Composite([("short", short), ("long", long)])
+    assert ask(drafter, drafter.new_state(1), 1).sources == ("long",)
+    assert (short.asked, long.asked) == ([], [(0,)])
+    assert ask(drafter, drafter.new_state(1), 1, count=1).sources == ("short",)  # a tie goes to the earlier
+
+
+def test_limits_come_from_the_parts() -> None:
+    drafter = Composite([("a", Fake(limit=3, positions=90)), ("b", Fake(limit=7)), ("c", Fake(positions=70))])
+    assert (drafter.max_draft_tokens, drafter.max_positions) == (7, 70)
+    assert Composite([("a", Fake()), ("b", lookup())]).max_positions is None
+
+
+@pytest.mark.parametrize("given", [[], ["a"], ["a", "a"]])
+def test_composing_needs_two_names(given: list[str]) -> None:
+    with pytest.raises(UserError, match="at least two"):
+        Composite([(name, Fake()) for name in given])

@@ -1,0 +1,318 @@
+"""The engine over a toy target: commits, stops, budgets, batches, faults. Plain decoding is the reference."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from toys import ScriptDrafter, ToyTarget, oracle
+
+from hyflash.core import Request, Result, SamplingParams
+from hyflash.engine.decode import Engine
+from hyflash.engine.length import AdaptiveLength, FixedLength
+from hyflash.errors import UserError
+
+CHAIN = [5, 6, 7, 2, 9, 10]
+
+
+def run(target: ToyTarget, drafter: ScriptDrafter | None, prompt: list[int], k: int = 0, **params: object) -> Result:
+    engine = Engine(target, drafter, policy=FixedLength(k))
+    result = engine.generate([Request(prompt_ids=tuple(prompt), params=SamplingParams(**params))])[0]  # type: ignore[arg-type]
+    assert not target.cached, "a finished request must free its sequence"
+    return result
+
+
+def random_table(seed: int, vocab: int = 24) -> torch.Tensor:
+    return torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def test_eos_inside_the_block_ends_the_text_and_counts_committed_tokens() -> None:
+    target = ToyTarget.chain(CHAIN)
+    drafter = ScriptDrafter(lambda text, n: [6, 7, 2, 9, 10], target.info)
+    got = run(target, drafter, [1, 5], k=5, max_tokens=20)
+    assert got.token_ids == (6, 7, 2)
+    assert got.finish_reason == "stop"
+    assert [(r.num_drafted, r.num_accepted, r.num_committed) for r in got.rounds] == [(5, 3, 3)]
+    assert got.acceptance_length == 3.0
+    assert got.token_ids == run(ToyTarget.chain(CHAIN), None, [1, 5], max_tokens=20).token_ids
+
+
+@pytest.mark.parametrize(
+    ("script", "rounds"),
+    [([6, 7], [(2, 2, 3)]), ([2, 9], [(2, 0, 1), (2, 0, 1), (2, 1, 1)]), ([], [(0, 0, 1)] * 3)],
+    ids=["eos-is-the-bonus", "eos-first-in-block", "empty-proposal"],
+)
+def test_eos_at_every_place_gives_the_plain_text(script: list[int], rounds: list[tuple[int, int, int]]) -> None:
+    target = ToyTarget.chain(CHAIN)
+    got = run(target, ScriptDrafter(lambda text, n: script, target.info), [1, 5], k=5, max_tokens=20)
+    assert got.token_ids == (6, 7, 2)
+    assert [(r.num_drafted, r.num_accepted, r.num_committed) for r in got.rounds] == rounds
+
+
+@pytest.mark.parametrize("eos", [(7, 2, 30), (2,), (30, 2)])
+def test_several_stop_ids_stop_at_the_first(eos: tuple[int, ...]) -> None:
+    target = ToyTarget.chain(CHAIN, eos=eos)
+    want = (6, 7) if 7 in eos else (6, 7, 2)
+    assert run(target, ScriptDrafter(oracle(target), target.info), [5], k=7, max_tokens=9).token_ids == want
+
+
+def test_ignore_eos_goes_on_past_it_in_a_block() -> None:
+    target = ToyTarget.chain(CHAIN)
+    got = run(target, ScriptDrafter(oracle(target), target.info), [5], k=5, max_tokens=6, ignore_eos=True)
+    assert got.token_ids == (6, 7, 2, 9, 10, 11)
+    assert got.finish_reason == "length"
+
+
+def test_min_tokens_masks_stop_ids_until_then() -> None:
+    plain = run(ToyTarget.chain(CHAIN), None, [5], max_tokens=12, min_tokens=6)
+    target = ToyTarget.chain(CHAIN)
+    got = run(target, ScriptDrafter(oracle(target), target.info), [5], k=5, max_tokens=12, min_tokens=6)
+    assert got.token_ids == plain.token_ids
+    assert len(plain.token_ids) >= 6
+    assert 2 not in plain.token_ids[:5]
+
+
+def test_any_token_as_stop_id_cuts_where_plain_decoding_meets_it_first() -> None:
+    target = ToyTarget(random_table(3))
+    plain = run(ToyTarget(random_table(3)), None, [4], max_tokens=24, ignore_eos=True).token_ids
+    for at in (0, 5, 11):
+        stop = plain[at]
+        want = plain[: plain.index(stop) + 1]
+        for k in (1, 3, 7, 15):
+            drafter = ScriptDrafter(oracle(target, wrong_at=5), target.info)
+            got = run(target, drafter, [4], k=k, max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
+            assert got.token_ids == want
+
+
+def test_budget_is_met_exactly_and_the_last_block_is_clipped() -> None:
+    for k in (1, 4, 7, 15):
+        target = ToyTarget.chain([])
+        drafter = ScriptDrafter(oracle(target), target.info)
+        for budget in range(1, 41):
+            got = run(target, drafter, [1, 2], k=k, max_tokens=budget, ignore_eos=True)
+            assert len(got.token_ids) == budget
+            assert got.finish_reason == "length"
+            assert sum(r.num_committed for r in got.rounds) == budget
+            assert all(r.num_committed <= r.num_drafted + 1 for r in got.rounds)
+        assert max(n for lengths in target.forwards for n in lengths) <= k + 1
+
+
+def test_stop_before_the_cap_wins_and_cap_before_the_stop_wins() -> None:
+    chain = [10, 11, 12, 2, 20, 21, 22]
+    target = ToyTarget.chain(chain)
+    got = run(target, ScriptDrafter(oracle(target), target.info), [10], k=6, max_tokens=5)
+    assert (got.token_ids, got.finish_reason) == ((11, 12, 2), "stop")
+    got = run(target, ScriptDrafter(oracle(target), target.info), [10], k=6, max_tokens=2)
+    assert (got.token_ids, got.finish_reason) == ((11, 12), "length")
+
+
+def test_context_end_stops_with_length_and_never_overflows() -> None:
+    target = ToyTarget.chain([], max_context=16, eos=())
+    got = run(target, ScriptDrafter(oracle(target), target.info), list(range(13)), k=7, max_tokens=50)
+    assert (len(got.token_ids), got.finish_reason) == (3, "length")
+
+
+@pytest.mark.parametrize("wrong_at", [None, 0, 1, 2, 3, 6])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}, {"repetition_penalty": 1.5}], ids=str)
+def test_text_does_not_depend_on_draft_quality_or_length(wrong_at: int | None, params: dict[str, float]) -> None:
+    want = run(ToyTarget(random_table(1)), None, [4, 5], max_tokens=60, **params).token_ids
+    for k in (1, 2, 4, 8, 16):
+        target = ToyTarget(random_table(1))
+        got = run(target, ScriptDrafter(oracle(target, wrong_at=wrong_at), target.info), [4, 5], k=k, max_tokens=60, **params)
+        assert got.token_ids == want
+
+
+def test_a_batch_row_equals_the_row_alone_with_ragged_lengths_and_mixed_settings() -> None:
+    rng = random.Random(0)
+    requests = [
+        Request(
+            prompt_ids=tuple(rng.randrange(24) for _ in range(rng.randrange(1, 20))),
+            params=SamplingParams(max_tokens=rng.randrange(1, 40), temperature=rng.choice([0.0, 1.0]), seed=i),
+            num_draft_tokens=rng.choice([None, 0, 2]),
+        )
+        for i in range(12)
+    ]
+    target = ToyTarget(random_table(2))
+    together = Engine(
+        target, ScriptDrafter(oracle(target, wrong_at=2), target.info), policy=FixedLength(5), max_rows=4, prefill_chunk=3
+    ).generate(requests)
+    for request, result in zip(requests, together, strict=True):
+        assert result.token_ids == Engine(ToyTarget(random_table(2))).generate([request])[0].token_ids
+        assert request.num_draft_tokens is None or all(r.num_drafted <= request.num_draft_tokens for r in result.rounds)
+
+
+def test_the_drafter_gets_each_committed_token_once_with_its_own_features() -> None:
+    target = ToyTarget(random_table(5))
+    drafter = ScriptDrafter(oracle(target, wrong_at=3), target.info)
+    prompt = [4, 5, 6, 7, 8]
+    engine = Engine(target, drafter, policy=FixedLength(6), prefill_chunk=2)
+    result = engine.generate([Request(prompt_ids=tuple(prompt), params=SamplingParams(max_tokens=30, ignore_eos=True))])[0]
+    seen = [t for c in drafter.commits for t in c.tokens[0, : c.lengths[0]].tolist()]
+    assert seen == [*prompt, *result.token_ids][:-1]
+    verdicts = [c.verdict for c in drafter.commits if c.verdict is not None]
+    assert [v.num_accepted[0] for v in verdicts] == [r.num_accepted for r in result.rounds]
+
+
+def test_near_ties_are_decided_at_width_one_when_rows_are_not_invariant() -> None:
+    def noisy() -> ToyTarget:
+        table = random_table(6)
+        table[:, 0] = table.max(-1).values - 1e-4  # token 0 is a near tie everywhere
+        target = ToyTarget(table, eos=())
+        target.noise = lambda width, position: 3e-4 if width > 1 and position % 3 == 0 else 0.0
+        target.exactness, target.epsilon = "recheck", 1e-3
+        return target
+
+    want = run(noisy(), None, [4], max_tokens=50).token_ids
+    for k in (1, 3, 7):
+        target = noisy()
+        drafter = ScriptDrafter(oracle(target), target.info)
+        engine = Engine(target, drafter, policy=FixedLength(k))
+        request = Request(prompt_ids=(4,), params=SamplingParams(max_tokens=50))
+        assert engine.generate([request])[0].token_ids == want
+        assert engine.counters["rechecks"] > 0
+        fast = Engine(noisy(), drafter, policy=FixedLength(k), exact="off")
+        assert fast.generate([request])[0].token_ids != want
+        assert fast.exactness == "off"
+        assert fast.counters["near_ties"] > 0
+
+
+def test_nan_from_the_target_fails_that_request_only() -> None:
+    table = random_table(7)
+    table[9] = float("nan")
+    target = ToyTarget(table, eos=())
+    engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=FixedLength(3))
+    bad, good = engine.generate(
+        [Request(prompt_ids=(9,)), Request(prompt_ids=(4,), params=SamplingParams(max_tokens=1))]
+    )
+    assert bad.finish_reason == "error"
+    assert bad.error is not None
+    assert "non-finite" in bad.error
+    assert bad.token_ids == ()
+    assert good.finish_reason == "length"
+    again = engine.generate([Request(prompt_ids=(4,), params=SamplingParams(max_tokens=1))])[0]
+    assert again.token_ids == good.token_ids
+
+
+def test_non_finite_drafts_are_counted_and_warned_about_once() -> None:
+    target = ToyTarget(random_table(8), eos=())
+    drafter = ScriptDrafter(oracle(target), target.info)
+    drafter.num_nonfinite = 1
+    engine = Engine(target, drafter, policy=FixedLength(3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.generate([Request(prompt_ids=(4,), params=SamplingParams(max_tokens=12))])
+    assert engine.counters["draft_nonfinite"] >= 3
+    assert len(caught) == 1
+
+
+def test_tokens_outside_the_target_vocabulary_end_a_proposal() -> None:
+    target = ToyTarget.chain([])
+    drafter = ScriptDrafter(lambda text, n: [text[-1] + 1, 99, text[-1] + 3], target.info)
+    got = run(target, drafter, [4], k=3, max_tokens=8)
+    assert got.token_ids == run(ToyTarget.chain([]), None, [4], max_tokens=8).token_ids
+    assert all(r.num_drafted <= 1 for r in got.rounds)
+
+
+def test_a_drafter_with_a_shorter_position_limit_stops_drafting_there() -> None:
+    target = ToyTarget.chain([], eos=())
+    drafter = ScriptDrafter(oracle(target), target.info)
+    drafter.max_positions = 12
+    got = run(target, drafter, list(range(8)), k=5, max_tokens=20)
+    assert [r.num_drafted for r in got.rounds] == [4, *[0] * 15]
+
+
+def test_cancel_during_prefill_and_decoding_keeps_what_was_committed() -> None:
+    target = ToyTarget.chain([], eos=())
+    engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=FixedLength(2), prefill_chunk=2)
+    early = engine.submit(Request(prompt_ids=tuple(range(9)), params=SamplingParams(max_tokens=30)))
+    late = engine.submit(Request(prompt_ids=(1, 2), params=SamplingParams(max_tokens=30)))
+    engine.step()
+    engine.cancel(early)
+    events = engine.step()
+    assert any(e.request_id == early and e.finish_reason == "cancelled" for e in events)
+    engine.cancel(late)
+    engine.step()
+    assert engine.result(early).token_ids == ()
+    assert len(engine.result(late).token_ids) >= 3
+    assert not target.cached
+    assert engine.num_unfinished == 0
+
+
+def test_closing_a_stream_cancels_its_request() -> None:
+    target = ToyTarget.chain([], eos=())
+    engine = Engine(target)
+    stream = engine.stream(Request(prompt_ids=(1,), params=SamplingParams(max_tokens=100)))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not target.cached
+    assert engine.num_unfinished == 0
+
+
+def test_prefill_in_any_chunks_gives_the_same_text_and_commits() -> None:
+    prompt, texts = tuple(random.Random(1).randrange(24) for _ in range(70)), set()
+    for chunk in (1, 7, 64, 512):
+        target = ToyTarget(random_table(9))
+        engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=FixedLength(3), prefill_chunk=chunk)
+        texts.add(engine.generate([Request(prompt_ids=prompt, params=SamplingParams(max_tokens=9))])[0].token_ids)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "words"),
+    [
+        ((), {}, "empty"),
+        ((99,), {}, "vocabulary"),
+        (tuple([1] * 512), {}, "512"),
+        ((1,), {"stop": ("x",)}, "tokenizer"),
+        ((1,), {"logit_bias": {77: 1.0}}, "77"),
+        ((1,), {"stop_token_ids": (50,)}, "50"),
+    ],
+    ids=["empty", "outside-vocabulary", "too-long", "stop-without-tokenizer", "bias-outside", "stop-id-outside"],
+)
+def test_bad_requests_are_refused_with_a_reason(prompt: tuple[int, ...], params: dict[str, object], words: str) -> None:
+    engine = Engine(ToyTarget.chain([]))
+    with pytest.raises(UserError, match=words):
+        engine.submit(Request(prompt_ids=prompt, params=SamplingParams(**params)))  # type: ignore[arg-type]
+    assert engine.num_unfinished == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 0}, {"max_tokens": -1}, {"min_tokens": 300}, {"temperature": -0.1}, {"temperature": float("nan")},
+        {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
+        {"repetition_penalty": 0.0}, {"presence_penalty": float("nan")}, {"logprobs": 21}, {"seed": -1}, {"stop": ("",)},
+        {"logit_bias": {1: float("inf")}}, {"max_tokens": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_senseless_sampling_values_are_refused_by_name(values: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=next(iter(values))):
+        SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def test_adaptive_length_stops_drafting_when_drafts_never_pay_and_backs_off() -> None:
+    target = ToyTarget.chain([], eos=())
+    rubbish = ScriptDrafter(oracle(target, wrong_at=0), target.info)
+    policy = AdaptiveLength({1: 1.0, 2: 1.6, 4: 2.5, 8: 4.0})
+    engine = Engine(target, rubbish, policy=policy)
+    got = engine.generate([Request(prompt_ids=(1,), params=SamplingParams(max_tokens=300))])[0]
+    drafted = [r.num_drafted > 0 for r in got.rounds]
+    assert sum(drafted[-200:]) <= 8
+
+
+def test_adaptive_length_grows_to_the_longest_block_when_everything_is_accepted() -> None:
+    target = ToyTarget.chain([], eos=())
+    policy = AdaptiveLength({1: 1.0, 8: 1.2, 16: 1.5}, max_draft_tokens=8)
+    engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=policy)
+    got = engine.generate([Request(prompt_ids=(1,), params=SamplingParams(max_tokens=200))])[0]
+    assert [r.num_drafted for r in got.rounds][-3:-1] == [8, 8]
+
+
+def test_a_full_house_waits_and_rows_are_reused() -> None:
+    target = ToyTarget.chain([], eos=())
+    engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=FixedLength(2), max_rows=1)
+    results = engine.generate([Request(prompt_ids=(i,), params=SamplingParams(max_tokens=4)) for i in range(1, 4)])
+    assert [r.token_ids[0] for r in results] == [2, 3, 4]
