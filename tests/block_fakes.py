@@ -33,11 +33,11 @@ def fake_info(**changes: object) -> TargetInfo:
     return TargetInfo(**{**facts, **changes})  # type: ignore[arg-type]
 
 
-def fake_hooks(**changes: object) -> TargetHooks:
+def fake_hooks(*, dtype: torch.dtype = torch.float32, **changes: object) -> TargetHooks:
     info = fake_info(**changes)
     random = torch.Generator().manual_seed(7)
-    embedding = torch.randn(info.vocab_size, info.hidden_size, generator=random)
-    head = torch.randn(info.vocab_size, info.hidden_size, generator=random)
+    embedding = torch.randn(info.vocab_size, info.hidden_size, generator=random).to(dtype)
+    head = torch.randn(info.vocab_size, info.hidden_size, generator=random).to(dtype)
     return TargetHooks(
         info=info, embed=lambda t: embedding[t], head=lambda h: h @ head.T, head_rows=lambda ids: head[ids]
     )

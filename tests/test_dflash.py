@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from block_fakes import DIM, LAYERS, VOCAB, ask, commit_prefix, commit_rows, fake_batch, fake_hooks
 
+from block_fakes import DIM, LAYERS, VOCAB, ask, commit_prefix, commit_rows, fake_batch, fake_hooks
 from hyflash.core import Commit, DraftRequest, TrainBatch
 from hyflash.drafters.block_config import DFlashConfig, tap_rule, unused_token
 from hyflash.drafters.dflash import DrafterImpl
@@ -168,9 +169,7 @@ def test_overfitted_drafter_serves_its_labels(options: dict[str, Any]) -> None:
     drafter = DrafterImpl(config, fake_hooks())
     batch = fake_batch(drafter, lengths=(24, 24, 20, 15), anchors=1)
     anchors = torch.arange(1, 24)[None].expand(4, -1)
-    batch = replace(
-        batch, anchors=anchors, anchor_mask=anchors < batch.lengths[:, None] - 1, weights=torch.ones(4, 23)
-    )
+    batch = replace(batch, anchors=anchors, anchor_mask=anchors < batch.lengths[:, None] - 1, weights=torch.ones(4, 23))
     optimiser = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     for _ in range(150):
         optimiser.zero_grad()
@@ -357,9 +356,7 @@ def test_ridge_start_recovers_a_linear_target_and_step_zero_is_the_ridge() -> No
         shifted = rms(features[:, :-1, 1], (DIM,))  # the last ordinary tap decides the final hidden one step later
         features[:, 1:, final] = shifted @ mix.T
         anchors = torch.arange(1, 398)[None]
-        batch = replace(
-            batch, features=features, anchors=anchors, anchor_mask=anchors > 0, weights=torch.ones(1, 397)
-        )
+        batch = replace(batch, features=features, anchors=anchors, anchor_mask=anchors > 0, weights=torch.ones(1, 397))
         figures = drafter.start([batch])
         assert figures["start_rows"] == 397
         hidden = drafter(batch).hidden.detach()
@@ -390,6 +387,60 @@ def test_bfloat16_autocast_trains() -> None:
     assert terms.numerator.dtype == torch.float32
     torch.testing.assert_close(terms.numerator, plain.numerator, rtol=0.1, atol=0)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("correction", ["none", "markov", "gru"])
+def test_half_precision_weights_serve_with_half_the_state(correction: str) -> None:
+    options: dict[str, Any] = {"start": "ridge", "correction": correction, "window": 5, "draft_vocab_size": 30}
+    drafter, half = build(**options), build(**options).bfloat16()
+    batch = fake_batch(drafter, lengths=(9,))
+    hidden = []
+    for each in (drafter, half):
+        state = each.new_state(1)
+        commit_prefix(each, state, batch, [7])
+        hidden.append(each.block_hidden(state, ask(batch.tokens[:, 7])).float())
+        assert each.propose(state, ask(batch.tokens[:, 7])).lengths == (3,)
+        assert state.nbytes(0) == each.cost(7).state_bytes
+    torch.testing.assert_close(hidden[0], hidden[1], atol=0.2, rtol=0.1)
+    assert half.cost(7).state_bytes < drafter.cost(7).state_bytes
+
+
+@pytest.mark.parametrize("vocab", [0, 30])
+def test_a_drafter_runs_beside_a_target_in_half_precision(vocab: int) -> None:
+    config = DFlashConfig(num_layers=1, num_draft_tokens=3, draft_vocab_size=vocab, start="ridge", loss="kl")
+    drafter = DrafterImpl(config, fake_hooks(dtype=torch.bfloat16))
+    batch = fake_batch(drafter, lengths=(17,), anchors=3)
+    drafter.start([replace(batch, anchors=torch.tensor([[2, 5, 9]]))])
+    drafter.loss(drafter(batch), batch).numerator.backward()
+    state = drafter.new_state(1)
+    commit_prefix(drafter, state, batch, [7])
+    assert drafter.propose(state, ask(batch.tokens[:, 7])).lengths == (3,)
+
+
+def test_a_reduced_head_keeps_the_scale_and_bias_of_the_targets_head() -> None:
+    hooks = fake_hooks()
+    bias = torch.linspace(-20, 20, VOCAB)
+    scaled = replace(hooks, head=lambda h: 0.125 * hooks.head(h) + bias)
+    drafter = DrafterImpl(DFlashConfig.tiny().model_copy(update={"draft_vocab_size": VOCAB}), scaled)
+    batch = fake_batch(drafter, lengths=(17,))
+    out = drafter(batch)
+    want = DrafterImpl(DFlashConfig.tiny(), scaled).loss(out, batch)
+    torch.testing.assert_close(drafter.loss(out, batch).numerator, want.numerator)
+    request = ask(torch.tensor([5]))
+    state = drafter.new_state(1)
+    logits = drafter._serving_head(state, request).logits(drafter.block_hidden(state, request))
+    torch.testing.assert_close(logits, scaled.head(drafter.block_hidden(state, request)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_copied_drafter_is_independent_of_the_first() -> None:
+    first = build(draft_vocab_size=2)
+    first.propose(first.new_state(1), ask(torch.tensor([40])))
+    second = copy.deepcopy(first)
+    second.set_draft_vocab(torch.tensor([50, 51]))
+    state = second.new_state(1)
+    assert set(second.propose(state, ask(torch.tensor([40]))).tokens[0].tolist()) <= {40, 50, 51}
+    first.load_state_dict(second.state_dict())
+    assert set(first.propose(state, ask(torch.tensor([40]))).tokens[0].tolist()) <= {40, 50, 51}
 
 
 def test_half_precision_features_are_read() -> None:

@@ -56,9 +56,11 @@ def naive_attention(
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("num_keys", "queries", "per_slot"), [(0, 3, False), (1, 3, True), (7, 2, True), (7, 3, False)])
+@pytest.mark.parametrize(
+    ("num_keys", "queries", "per_slot"), [(0, 3, False), (1, 3, True), (7, 2, True), (7, 3, False)]
+)
 def test_block_attention_is_softmax_over_visible_context_and_block(
-    causal: bool, num_keys: int, queries: int, per_slot: bool
+    causal: bool, num_keys: int, queries: int, per_slot: int
 ) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 4, queries, 6, 8)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from fake_training import FakeConfig, FakeDrafter, FakeTarget, make_answers
 from hyflash import checkpoint
 from hyflash.core import LossTerms
+from hyflash.data.disk import new_directory, recover
 from hyflash.data.shards import write_shards
 from hyflash.errors import NonFiniteError, UserError
 from hyflash.train import trainer
@@ -52,7 +53,7 @@ def recipe(shards: Path | None, drafter: dict[str, Any] | None = None, **options
         "save_every": 100,
     }
     for key, value in options.items():
-        (train if key in trainer.Recipe.__annotations__ or key not in DATA_KEYS else data)[key] = value
+        (data if key in DATA_KEYS else train)[key] = value
     drafter = drafter or {"name": "hyflash", "num_layers": 1, "num_draft_tokens": 3, "num_taps": 2, "window": 4}
     return parse_recipe({"target": {"name": "fake"}, "drafter": drafter, "data": data, "train": train}, where="test")
 
@@ -386,6 +387,54 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_intact(
     assert sorted(p.name for p in (tmp_path / "run").glob("*step*")) == ["step-000003"]
     monkeypatch.undo()
     go(recipe(shards, save_every=3), tmp_path / "run", resume=True)
+
+
+def test_a_full_disk_while_exporting_is_one_clear_sentence(shards: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(UserError, match=r"best: cannot be written .*; the checkpoints are intact"):
+            go(recipe(shards, eval_at_start=True), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, old)
+    assert not list(tmp_path.glob("*best*"))
+
+
+def test_training_goes_on_from_a_checkpoint_that_init_names(shards: Path, tmp_path: Path) -> None:
+    windowed = {"name": "dflash", "num_layers": 1, "num_draft_tokens": 3, "num_taps": 2, "draft_vocab_size": 9}
+    best = go(recipe(shards, windowed), tmp_path / "first")
+    old = load_file(best / "model.safetensors")
+    r = recipe(shards, {"name": "hyflash", "init": str(best)}, steps=1, lr=1e-9)
+    upgraded = go(r, tmp_path / "second")
+    new = load_file(upgraded / "model.safetensors")
+    assert new.keys() > old.keys(), "the memory is new"
+    assert all(torch.allclose(new[k].float(), old[k].float(), atol=1e-3) for k in old)
+    assert json.loads((upgraded / "card.json").read_text())["init"] == str(best)
+
+
+def test_what_a_kill_left_is_cleaned_up(tmp_path: Path) -> None:
+    for name in (".step-000002.tmp7", ".best.old7", ".gone.old7", "best"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    (tmp_path / ".metrics.jsonl.tmp7").write_text("x")
+    recover(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "gone"]
+    assert (tmp_path / "best" / "file").read_text() == "best"
+
+    def fail_half_way() -> None:
+        with new_directory(tmp_path / "best") as temp:
+            (temp / "file").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert (tmp_path / "best" / "file").read_text() == "best"
+    with new_directory(tmp_path / "best") as temp:
+        (temp / "other").write_text("whole")
+    assert [p.name for p in (tmp_path / "best").iterdir()] == ["other"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "gone"]
 
 
 KILLED = """

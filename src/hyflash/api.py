@@ -94,6 +94,12 @@ def load_drafter(spec: str, target: LoadedTarget, *, options: Sequence[str] = ()
     return method(method.Config.parse(values, where=f"drafter {spec}"), hooks).eval()
 
 
+def drafter_warnings(spec: str, target: LoadedTarget) -> list[str]:
+    """What a user should know about a drafter's checkpoints with this target."""
+    folders = [hub.checkpoint_dir(part) for part in hub.drafter_parts(spec)]
+    return [w for folder in folders if folder for w in checkpoint.target_warnings(folder, target.model.info)]
+
+
 def make_policy(
     target: LoadedTarget, drafter: Drafter | None, *, length: str, num_draft_tokens: int | None
 ) -> LengthPolicy:

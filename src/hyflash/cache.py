@@ -41,9 +41,9 @@ class SlotCache:
 
     def close(self, slot: int) -> None:
         """Free a slot. Its memory is zeroed: stale NaN would leak through masked attention (0 * NaN)."""
-        for store in (*self._keys, *self._values):
-            if store is not None and slot < store.shape[0]:
-                store[slot].zero_()
+        if not self.is_open(slot):
+            raise ValueError(f"slot {slot} is not open")
+        self.wipe(slot, 0)
         self.lengths[slot] = 0
         self._free.append(slot)
 
@@ -56,6 +56,16 @@ class SlotCache:
         if not 0 <= length <= self.lengths[slot]:
             raise ValueError(f"cannot truncate a cache of {self.lengths[slot]} tokens to {length}")
         self.lengths[slot] = length
+
+    def wipe(self, slot: int, length: int) -> None:
+        """Zero what is stored at positions >= length, also of tokens already forgotten."""
+        for store in (*self._keys, *self._values):
+            if store is not None and slot < store.shape[0]:
+                store[slot, :, length:].zero_()
+
+    def unused_layers(self) -> list[int]:
+        """Layers that have never stored anything."""
+        return [layer for layer, store in enumerate(self._keys) if store is None]
 
     def reserve(self, capacity: int) -> None:
         """Make room for sequences of `capacity` tokens; takes effect at the next `append`."""
@@ -71,7 +81,8 @@ class SlotCache:
     def view(self, layer: int, low: int, high: int, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Views (high-low, G, num_tokens, K) of the slots low..high-1."""
         k, v = self._keys[layer], self._values[layer]
-        assert k is not None and v is not None
+        assert k is not None
+        assert v is not None
         return k[low:high, :, :num_tokens], v[low:high, :, :num_tokens]
 
     def nbytes(self) -> int:
@@ -98,5 +109,6 @@ class SlotCache:
                     new[: old.shape[0], :, : old.shape[2]] = old
                 stores[layer] = new
         k, v = self._keys[layer], self._values[layer]
-        assert k is not None and v is not None
+        assert k is not None
+        assert v is not None
         return k, v

@@ -8,18 +8,18 @@ nothing, since it is right with any drafter; acceptance does. A bad probe is rep
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from hyflash import checkpoint
+from hyflash import checkpoint, hub
 from hyflash.bench import workloads
 from hyflash.core import Request, Result, SamplingParams
 from hyflash.drafters.base import Drafter
-from hyflash.drafters.dflash import DFlashConfig
+from hyflash.drafters.block_config import DFlashConfig
 from hyflash.engine.decode import Engine
 from hyflash.engine.replay import Recording, measure, record
 from hyflash.errors import HyflashError, UserError
@@ -79,24 +79,31 @@ class Diagnosis:
         }
 
 
-def examine(target: Target, tokenizer: Tokenizer | None, spec: str, *, name: str) -> list[Diagnosis]:
-    """Diagnose each part of a drafter spec (`A+B` has two). `name` is what the user calls the target."""
-    answers: list[Result] = []
+def examine(target: Target, tokenizer: Tokenizer, spec: str, *, name: str) -> list[Diagnosis]:
+    """Diagnose each part of a drafter spec (`A+B` has two). `name` is what the user calls the target.
+
+    Raises HyflashError when the target itself fails, UserError when it cannot take the probe's prompts.
+    """
     out = []
-    for part in spec.split("+"):
+    answers: list[Result] = []
+    for part in hub.drafter_parts(spec):
         diagnosis = Diagnosis(target=name, drafter=part)
         out.append(diagnosis)
         drafter = _load(part, target, diagnosis)
-        if drafter is None:
-            continue
-        card = _card(part)
-        _check_static(diagnosis, drafter, target)
-        _check_weights(diagnosis, drafter)
-        _check_card(diagnosis, drafter, target, card)
-        if not answers:
-            answers = _answers(target, tokenizer)
-        _probe(diagnosis, drafter, target, card, answers)
+        if drafter is not None:
+            answers = answers or probe_answers(target, tokenizer)
+            diagnose(diagnosis, drafter, target, card=_card(part), answers=answers)
     return out
+
+
+def diagnose(
+    diagnosis: Diagnosis, drafter: Drafter, target: Target, *, card: dict[str, Any], answers: Sequence[Result]
+) -> None:
+    """Fill in the checks of one loaded drafter; `answers` are the target's to the probe's prompts."""
+    _check_static(diagnosis, drafter, target)
+    _check_weights(diagnosis, drafter)
+    _check_card(diagnosis, drafter, target, card)
+    _probe(diagnosis, drafter, target, card, answers)
 
 
 # ------------------------------------------------------------------------------------- static checks
@@ -114,11 +121,14 @@ def _load(spec: str, target: Target, diagnosis: Diagnosis) -> Drafter | None:
 
 
 def _card(spec: str) -> dict[str, Any]:
-    """The card of a checkpoint; empty for a bare name or a foreign checkpoint without one."""
-    for place in (spec, spec.partition(":")[2]):
-        if place and (Path(place).expanduser() / "card.json").is_file():
-            return dict(checkpoint.read_card(place))
-    return {}
+    """The card of a checkpoint, with the target its config names where there is no card; {} for a bare name."""
+    folder = hub.checkpoint_dir(spec)
+    if folder is None:
+        return {}
+    if (folder / checkpoint.CARD).is_file():
+        return checkpoint.read_card(folder)
+    config = json.loads((folder / checkpoint.CONFIG).read_text(encoding="utf-8"))
+    return {"target": config.get("hyflash", {}).get("target")}
 
 
 def _check_static(diagnosis: Diagnosis, drafter: Drafter, target: Target) -> None:
@@ -214,16 +224,18 @@ def _check_card(diagnosis: Diagnosis, drafter: Drafter, target: Target, card: di
             )
             diagnosis.likely_cause = f"wrong taps: set target_layer_ids to {list(recorded)}"
         if config.rope_theta != info.rope_theta:
-            diagnosis.add("rope", "warn", f"rotary base {config.rope_theta:g}; the target's is {info.rope_theta:g}")
+            # A recipe that sets no base means the target's: then this config is not the one that was trained.
+            recipe = (card.get("recipe") or {}).get("drafter")
+            altered = recipe is not None and not recipe.get("rope_theta")
+            message = f"rotary base is {config.rope_theta:g}; the target's is {info.rope_theta:g}"
+            diagnosis.add("rope", "fail" if altered else "warn", message)
 
 
 # ---------------------------------------------------------------------------------------------- probe
 
 
-def _answers(target: Target, tokenizer: Tokenizer | None) -> list[Result]:
-    """What the target says to a few prompts of ours, greedily."""
-    if tokenizer is None:
-        raise UserError("the probe needs a tokenizer, and the target has none.")
+def probe_answers(target: Target, tokenizer: Tokenizer) -> list[Result]:
+    """What the target says to a few prompts of ours, greedily. Raises UserError, HyflashError as `examine`."""
     engine = Engine(target, tokenizer=tokenizer)
     requests = []
     for domain, prompts in workloads.read([workloads.DEMO], limit=PROBE_PROMPTS_PER_DOMAIN).items():
@@ -287,7 +299,7 @@ def _judge(diagnosis: Diagnosis, drafter: Drafter, better: str | None) -> None:
         diagnosis.add("probe", "ok", found)
     if diagnosis.healthy or diagnosis.likely_cause is not None:
         return
-    warned = {check.name: check.message for check in diagnosis.checks if check.status == "warn"}
+    warned = {check.name: check.message for check in diagnosis.checks if check.status != "ok"}
     if better is not None:
         diagnosis.likely_cause = better
     elif "weights" in warned:

@@ -60,7 +60,7 @@ def threads() -> dict[str, Any]:
     return {
         "num_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "mkl": torch.backends.mkl.is_available(),
+        "mkl": bool(torch.backends.mkl.is_available()),  # type: ignore[no-untyped-call]
         "variables": {name: os.environ[name] for name in names if name in os.environ},
     }
 

@@ -110,6 +110,19 @@ def default_drafter(target: str) -> str:
     return f"lookup+{shipped}" if shipped else "lookup"
 
 
+def drafter_parts(spec: str) -> list[str]:
+    """The parts of `A+B`; a directory whose name has a "+" stands alone."""
+    return [spec] if Path(spec).expanduser().is_dir() else [part.strip() for part in spec.split("+")]
+
+
+def checkpoint_dir(part: str) -> Path | None:
+    """The directory in `CHECKPOINT` or `NAME:CHECKPOINT`, None for a bare name."""
+    for text in (part, part.partition(":")[2]):
+        if text and (Path(text).expanduser() / "config.json").is_file():
+            return Path(text).expanduser()
+    return None
+
+
 def pull(name: str, *, report: Progress | None = None, quiet: bool = False) -> Path:
     """Fetch a known model into the cache and convert it; returns the model directory.
 

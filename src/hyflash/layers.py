@@ -177,7 +177,7 @@ class MarkovCorrection(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Corrected hidden (N, L, D), given embeddings (N, L, D) of the token before each position."""
-        return hidden + self.up(self.down(rms(previous, self.eps))), state
+        return hidden + self.up(self.down(rms(previous, self.eps).to(hidden.dtype))), state
 
 
 class GRUCorrection(nn.Module):
@@ -194,8 +194,8 @@ class GRUCorrection(nn.Module):
 
     def forward(self, hidden: Tensor, previous: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Corrected hidden (N, L, D) and the new state (N, width), given embeddings of the tokens before."""
-        run, last = self.gru(rms(previous, self.eps), state[None])
-        mixed = F.silu(self.down(torch.cat((rms(hidden, self.eps), run), dim=-1)))
+        run, last = self.gru(rms(previous, self.eps).to(previous.dtype), state[None])
+        mixed = F.silu(self.down(torch.cat((rms(hidden, self.eps).to(run.dtype), run), dim=-1)))
         return hidden + self.up(mixed), last[0]
 
 
@@ -216,6 +216,6 @@ class RidgeStart(nn.Module):
 
     def forward(self, taps: Tensor, anchor: Tensor) -> Tensor:
         """Slot inputs (..., L, D)."""
-        x = self.inputs(taps, anchor)
+        x = self.inputs(taps, anchor).to(self.up.weight.dtype)
         out: Tensor = self.up(self.down(x) if self.rank > 0 else x)
         return out.view(*out.shape[:-1], self.num_slots, self.dim)

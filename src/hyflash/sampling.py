@@ -20,7 +20,7 @@ from hyflash.core import SamplingParams, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A chosen token; `margin` is how far the decision was from another one, in logits."""
+    """A chosen token; moving every logit by less than `margin`, each its own way, does not change it."""
 
     token_id: int
     margin: float
@@ -30,7 +30,8 @@ class Choice:
 
 def uniform(seed: int, position: int) -> float:
     """The uniform number in (0, 1) of one position: Philox keyed by seed and position, stable for ever."""
-    bits = int(np.random.Philox(key=[seed, position]).random_raw())
+    key = np.array([seed, position], dtype=np.uint64)  # a list with a seed of 2**63 or more would become floats
+    bits = int(np.random.Philox(key=key).random_raw())
     return float(((bits >> 11) + 0.5) * 2.0**-53)
 
 
@@ -79,24 +80,27 @@ def adjust(
 def warp(logits: Tensor, params: SamplingParams) -> tuple[Tensor, float]:
     """Temperature, top-k, top-p, min-p on logits (V,), in transformers' order.
 
-    Returns the warped logits (-inf outside the support, float64) and how near the nearest excluded or included
-    token was to the other side of a threshold, in logits of the un-tempered scale.
+    Returns the warped logits (-inf outside the support, float64) and a distance, in logits of the un-tempered scale:
+    moving every logit by less leaves the support as it is.
     """
-    out = logits.double() / params.temperature
+    out = (logits.double() - logits.max()) / params.temperature  # the largest is 0, so no temperature overflows
     near = float("inf")
     if 0 < params.top_k < out.shape[0]:
         top = out.topk(params.top_k + 1).values
-        near = min(near, float(top[-2] - top[-1]))
+        near = min(near, float(top[-2] - top[-1]) / 2)
         out = out.masked_fill(out < top[-2], float("-inf"))
     if params.top_p < 1.0:
         ordered, index = out.sort(descending=True, stable=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass strictly before each token
         keep = before < params.top_p
+        # A cumulative probability moves by less than the logits do; at the border tokens can also trade places.
         near = min(near, float((before - params.top_p).abs().min()))
+        if 0 < (last := int(keep.sum())) < out.shape[0]:
+            near = min(near, float(ordered[last - 1] - ordered[last]) / 2)
         out = torch.full_like(out, float("-inf")).scatter(0, index[keep], ordered[keep])
     if params.min_p > 0.0:
         floor = out.max() + float(np.log(params.min_p))
-        near = min(near, float((out[out.isfinite()] - floor).abs().min()))
+        near = min(near, float((out[out.isfinite()] - floor).abs().min()) / 2)
         out = out.masked_fill(out < floor, float("-inf"))
     return out, near * params.temperature
 
@@ -117,14 +121,15 @@ def choose(
     if not bool(adjusted.max() > float("-inf")):
         return Choice(token_id=0, margin=0.0, finite=False)
     token, margin = _draw(adjusted, params, position) if params.temperature > 0 else _argmax(adjusted)
+    margin /= max(params.repetition_penalty, 1 / params.repetition_penalty)  # which widens every move of a logit
     logprob = _logprob(adjusted, params, token) if params.logprobs is not None else None
     return Choice(token_id=token, margin=margin, finite=True, logprob=logprob)
 
 
 def _argmax(logits: Tensor) -> tuple[int, float]:
-    """First largest logit and its lead over the second."""
+    """First largest logit and half its lead over the second, since both may move."""
     top = logits.topk(min(2, logits.shape[0])).values
-    return int(logits.argmax()), float(top[0] - top[-1]) if top.shape[0] > 1 else float("inf")
+    return int(logits.argmax()), float(top[0] - top[-1]) / 2 if top.shape[0] > 1 else float("inf")
 
 
 def _draw(logits: Tensor, params: SamplingParams, position: int) -> tuple[int, float]:
@@ -150,5 +155,5 @@ def _logprob(adjusted: Tensor, params: SamplingParams, token: int) -> TokenLogpr
     warped = warp(adjusted, params)[0] if params.temperature > 0 else adjusted.double()
     logs = warped.log_softmax(-1)
     top = logs.topk(min(params.logprobs or 0, logs.shape[0]))
-    pairs = tuple((int(i), float(v)) for v, i in zip(*top, strict=True)) if params.logprobs else ()
+    pairs = tuple((int(i), float(v)) for v, i in zip(*top, strict=True) if v > float("-inf")) if params.logprobs else ()
     return TokenLogprob(token_id=token, logprob=float(logs[token]), top=pairs)

@@ -13,8 +13,10 @@ from typing import Any
 from hyflash.errors import UserError
 
 REPLACEMENT = "�"
-MAX_HELD_TOKENS = 8
-"""A character has at most 4 bytes; a longer run of undecodable tokens is junk and is let through."""
+MAX_OPEN = 3
+"""Marks at the end of a text that the next token can still change: a character lacks at most 3 of its 4 bytes."""
+MAX_TAIL_TOKENS = 16
+"""Tokens decoded together at most while they end in no whole character, unless nothing shorter decodes alike."""
 
 
 class Tokenizer:
@@ -79,8 +81,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._first = 0  # ids before it are decoded for good
-        self._prefix = 0  # context that decides spacing of the next piece
+        self._first = 0  # ids from here on are the tail, whose end may be half a character
+        self._prefix = 0  # context that decides spacing of the tail
+        self._taken = 0  # characters of the tail that are in `text`
         self.text = ""
         self._shown = 0
 
@@ -89,21 +92,22 @@ class TextStream:
         if self._tokenizer is None:
             return False
         self._ids.append(token_id)
-        before = self._tokenizer.decode(self._ids[self._prefix : self._first])
-        now = self._tokenizer.decode(self._ids[self._prefix :])
-        if now.endswith(REPLACEMENT) and len(self._ids) - self._first < MAX_HELD_TOKENS:
-            return False
+        tail = self._tail(len(self._ids))
+        num_open = min(MAX_OPEN, len(tail) - len(tail.rstrip(REPLACEMENT)))
         start = len(self.text)
-        self.text += now[len(before) :]
-        self._prefix, self._first = self._first, len(self._ids)
+        self._take_from(tail, len(tail) - num_open)
+        if tail and not num_open:  # an empty one (a special token) would be no context for the next
+            self._prefix, self._first, self._taken = self._first, len(self._ids), 0
+        elif len(self._ids) - self._first > MAX_TAIL_TOKENS:
+            self._shorten(tail)
         return watch and self._cut_at_stop(start)
 
     def finish(self) -> None:
         """Decode what was held back."""
-        if self._tokenizer is not None and self._first < len(self._ids):
-            before = self._tokenizer.decode(self._ids[self._prefix : self._first])
-            self.text += self._tokenizer.decode(self._ids[self._prefix :])[len(before) :]
-            self._first = len(self._ids)
+        if self._first < len(self._ids):
+            tail = self._tail(len(self._ids))
+            self._take_from(tail, len(tail))
+            self._first, self._taken = len(self._ids), 0
 
     def take(self, *, final: bool) -> str:
         """New text that can no longer change; a possible beginning of a stop string is held until `final`."""
@@ -115,10 +119,32 @@ class TextStream:
         self._shown = end
         return piece
 
+    def _tail(self, end: int) -> str:
+        """Text of the tail's tokens up to index `end`, spaced as the tokens before it ask for."""
+        assert self._tokenizer is not None
+        before = self._tokenizer.decode(self._ids[self._prefix : self._first])
+        now = self._tokenizer.decode(self._ids[self._prefix : end])
+        # Byte-fallback decoders answer one wrong byte by turning its whole run of bytes into marks.
+        return now[len(before) :] if now.startswith(before) else self._tokenizer.decode(self._ids[self._first : end])
+
+    def _take_from(self, tail: str, end: int) -> None:
+        self.text += tail[self._taken : max(self._taken, end)]
+        self._taken = max(self._taken, end)
+
+    def _shorten(self, tail: str) -> None:
+        """Let go of the tail's older tokens, cut between characters: both halves must decode to what the whole did."""
+        assert self._tokenizer is not None
+        for end in range(len(self._ids) - 3, len(self._ids) - 7, -1):
+            left = self._tail(end)
+            if len(left) <= self._taken and left + self._tokenizer.decode(self._ids[end:]) == tail:
+                self._prefix, self._first, self._taken = self._first, end, self._taken - len(left)
+                return
+
     def _cut_at_stop(self, start: int) -> bool:
         found = [at for s in self._stop if (at := self.text.find(s, max(0, start - len(s) + 1))) >= 0]
         if found:
             self.text = self.text[: min(found)]
+            self._first = len(self._ids)  # an open end behind the stop string is not shown either
         return bool(found)
 
 

@@ -106,6 +106,7 @@ def bench(
             settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking, "dtype": dtype},
             quiet=quiet,
         )
+        notes += [text for spec in drafter or [] for text in api.drafter_warnings(spec, loaded)]
         table["warnings"] = notes
         report.warn([] if json else notes)
     if out is not None:

@@ -88,7 +88,10 @@ def chat(
     loaded = api.load_target(target, dtype=dtype, num_threads=threads)
     made = api.load_drafter(spec, loaded, options=option or ())
     engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
-    warnings = flags.idle_options(params, seed_given=seed is not None)
+    warnings = [
+        *flags.idle_options(params, seed_given=seed is not None),
+        *api.drafter_warnings(spec, loaded),
+    ]
     report.warn([] if json else warnings)
     report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)
     talk(

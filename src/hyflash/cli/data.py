@@ -146,7 +146,7 @@ def capture(
     name = target or (plan.target.name if plan else hub.DEFAULT_TARGET)
     dtype = plan.target.dtype if plan else "float32"
     loaded = api.load_target(name, dtype=dtype, num_threads=threads)
-    layers = _taps(taps, loaded.model.info.num_layers) if taps else _recipe_taps(plan, loaded.model.hooks())
+    layers = _taps(taps, loaded.model.info.num_layers) if taps is not None else _recipe_taps(plan, loaded.model.hooks())
     with _bar(quiet, "tokens") as step:
         info = write_shards(
             loaded.model,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from hyflash import hub
 from hyflash.cli import flags, report
-from hyflash.core import Request, Result, SamplingParams
+from hyflash.core import Event, Request, Result, SamplingParams
 from hyflash.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,7 +95,10 @@ def generate(
     engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
     ids = prompt_ids(loaded.tokenizer, text, raw=raw, system=system, thinking=thinking)
     request = Request(prompt_ids=tuple(ids), params=params)
-    warnings = flags.idle_options(params, seed_given=seed is not None)
+    warnings = [
+        *flags.idle_options(params, seed_given=seed is not None),
+        *api.drafter_warnings(spec, loaded),
+    ]
     plain = api.make_engine(loaded, None, exact=exact, max_rows=1) if compare else None
     results, plains = run(engine, plain, request, None if json else report.piece)
 
@@ -148,7 +151,8 @@ def stream(engine: Engine, request: Request, show: Callable[[str], None] | None)
     """Decode one request, showing its text as it comes. Raises HyflashError when the target failed."""
     request_id, shown = -1, False
     try:
-        with closing(engine.stream(request)) as events:  # an interrupt in `show` must cancel the request too
+        events = cast("Generator[Event, None, None]", engine.stream(request))
+        with closing(events):  # an interrupt in `show` must cancel the request too
             for event in events:
                 request_id = event.request_id
                 if show is not None and event.text:

@@ -76,7 +76,7 @@ def doctor(
     flags.check_words(dtype=dtype)
     spec = hub.default_drafter(target) if drafter is None else drafter
     if spec == "none":
-        raise UserError("doctor examines a drafter with its target; name one with -d.")
+        raise UserError("doctor examines a drafter with its target, and the drafter is none; name one with -d.")
 
     from hyflash import api
     from hyflash.doctor import examine

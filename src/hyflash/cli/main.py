@@ -59,6 +59,7 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 1 a mistake or fault with a sentence, 130 Ctrl-C."""
+    calm_libraries()
     try:
         code = app(args=None if argv is None else list(argv), standalone_mode=False)
         sys.stdout.flush()
@@ -78,6 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _say(f"error: {sentence}")
         return 1
+
+
+def calm_libraries() -> None:
+    """Keep transformers' progress bars and notes off stderr, unless the user wants them. Before it is imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def explain(err: BaseException) -> str | None:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from hyflash.errors import UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -21,7 +23,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def clear_disk_errors(path: Path, kept: str) -> Iterator[None]:
-    """Turn OSErrors of the block into a UserError that names `path` and says what is `kept` intact."""
+    """Turn write faults of the block into a UserError that names `path` and says what is `kept` intact."""
     try:
         yield
     except OSError as err:
@@ -30,6 +32,8 @@ def clear_disk_errors(path: Path, kept: str) -> Iterator[None]:
                 f"{path}: no space left on the disk ({err.strerror}); {kept}. Free space and run again."
             ) from err
         raise UserError(f"{path}: cannot be written ({err.strerror or err}); {kept}.") from err
+    except SafetensorError as err:  # safetensors' own writer reports a full disk this way
+        raise UserError(f"{path}: cannot be written ({err}); {kept}. Free space and run again.") from err
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:
@@ -61,11 +65,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def recover(parent: Path) -> None:
+    """Clean up after a killed `write_atomic` or `new_directory` in `parent`; call it when no other run writes there."""
+    for temp in parent.glob(".*.tmp*"):
+        if temp.is_dir():
+            shutil.rmtree(temp, ignore_errors=True)
+        else:
+            temp.unlink(missing_ok=True)
+    for old in parent.glob(".*.old*"):
+        name = old.name[1:].rpartition(".old")[0]
+        if (parent / name).exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:  # killed between the two renames
+            old.replace(parent / name)
+
+
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Give a temporary directory that becomes `path` when the block ends well; an old `path` is replaced whole.
 
-    A kill while the block runs leaves the old directory untouched, beside a hidden `.name.tmp*`.
+    A kill while the block runs leaves the old directory untouched; what else it leaves, `recover` mends.
     """
     temp = path.with_name(f".{path.name}.tmp{os.getpid()}")
     shutil.rmtree(temp, ignore_errors=True)

@@ -8,6 +8,7 @@ nothing ever rolls back. State is batched: `new_state(num_rows)` gives empty row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -68,6 +69,16 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.hooks = hooks
+
+    @classmethod
+    def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Options from another method's checkpoint; a method may leave some to its own defaults."""
+        return dict(values)
+
+    @classmethod
+    def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+        """Our tensor names and shapes from a foreign checkpoint's. Raises UserError for what cannot be honoured."""
+        return dict(weights)
 
     @abstractmethod
     def new_state(self, num_rows: int) -> State:

@@ -8,17 +8,19 @@ Ours on top, each an option: window, reduced vocabulary, in-block correction, cl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
+from hyflash.drafters import zlab
 from hyflash.drafters.base import Drafter, DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.context import BlockState, ContextShape, ContextStore, GrowingStore, RingStore
-from hyflash.drafters.vocab import ReducedHead, ServingHead, training_vocab
+from hyflash.drafters.objective import block_loss
+from hyflash.drafters.vocab import HeadRows, ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import (
     DraftLayer,
@@ -31,7 +33,6 @@ from hyflash.layers import (
     init_linear,
 )
 from hyflash.ops.attention import context_mask
-from hyflash.ops.losses import decay_weights, dpace_weights, head_losses, leading_run
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rope_tables, rotate
 
@@ -79,8 +80,14 @@ class DrafterImpl(Drafter):
         # The first ids are the most frequent merges of a BPE vocabulary: a fair list until a counted one is set.
         static = torch.arange(cfg.draft_vocab_size) if cfg.draft_vocab_size > 0 else None
         self.register_buffer("draft_ids", static)
+        self._rows = HeadRows(hooks) if cfg.draft_vocab_size > 0 else None
         self._head: ReducedHead | None = None
-        self.register_load_state_dict_post_hook(lambda *_: self._forget_head())  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_forget_head)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+        """Names of z-lab's checkpoints are ours; see `zlab.py` for the spellings of others."""
+        return zlab.own_names(weights, config) if isinstance(config, DFlashConfig) else dict(weights)
 
     # ------------------------------------------------------------------------------------------ parts
 
@@ -107,9 +114,6 @@ class DrafterImpl(Drafter):
     def _causal(self, layer: int) -> bool:
         return self.config.causal_block and layer not in self.config.full_layers
 
-    def _forget_head(self) -> None:
-        self._head = None
-
     def set_draft_vocab(self, ids: Tensor) -> None:
         """Set the static draft vocabulary: (draft_vocab_size,) distinct token ids. Raises UserError."""
         if self.draft_ids is None:
@@ -118,7 +122,7 @@ class DrafterImpl(Drafter):
         if ids.shape != (size,) or len(torch.unique(ids)) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise UserError(f"draft vocabulary must be {size} distinct token ids below {vocab}; found {len(ids)} ids.")
         self.draft_ids.copy_(ids)
-        self._forget_head()
+        self._head = None
 
     def context_features(self, taps: Tensor) -> Tensor:
         """Fuse clamped features (..., C, D) into context features (..., D)."""
@@ -222,30 +226,9 @@ class DrafterImpl(Drafter):
 
     def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
         """Weighted sum of row losses over labelled positions, with accuracy per position and teacher-forced tau."""
-        cfg, mask = self.config, out.mask
-        hidden, labels = out.hidden[mask], out.labels[mask]
-        target = self._target_hidden(batch)[mask] if cfg.needs_final_tap_for_loss else None
-        if self.draft_ids is None:
-            head, index = self.hooks.head, labels
-        else:
-            ids, index = training_vocab(self.draft_ids, labels)
-            weight = self.hooks.head_rows(ids).detach()
-            if torch.is_autocast_enabled(hidden.device.type):
-                weight = weight.to(torch.get_autocast_dtype(hidden.device.type))  # once, not once a chunk
-            head = lambda x: x.to(weight.dtype) @ weight.T  # noqa: E731
-        rows = head_losses(hidden, index, head=head, kind=cfg.loss, target_hidden=target)
-        prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
-        hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
-        if cfg.dpace:
-            position = dpace_weights(prob, mask)
-        else:
-            position = decay_weights(mask.shape[-1], cfg.gamma, mask.device).expand(mask.shape)
-        weights = (position * batch.weights[..., None])[mask]
-        counted = mask[..., 0]
-        metrics = {"tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
-        for k in range(mask.shape[-1]):
-            metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
-        return LossTerms(numerator=(rows.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
+        target = self._target_hidden(batch) if self.config.needs_final_tap_for_loss else None
+        reduced = None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
+        return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target)
 
     def _target_hidden(self, batch: TrainBatch) -> Tensor:
         """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
@@ -394,10 +377,10 @@ class DrafterImpl(Drafter):
         return most if self.max_positions is None else max(0, min(most, self.max_positions - 1 - state.lengths[row]))
 
     def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
-        if self.draft_ids is None:
-            return ServingHead(hooks=self.hooks, ids=None, weight=None, allowed=None)
+        if self.draft_ids is None or self._rows is None:
+            return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None)
         if self._head is None:
-            self._head = ReducedHead(self.hooks, self.draft_ids)
+            self._head = ReducedHead(self._rows, self.draft_ids)
         return self._head.serving(state.fixed["seen"][list(request.rows)], request.anchors)
 
     def _corrected(self, head: ServingHead, hidden: Tensor, anchors: Tensor) -> Tensor:
@@ -434,6 +417,10 @@ class DrafterImpl(Drafter):
             propose_flops=flops + memory_propose,
             commit_flops_per_token=2 * self.fc.weight.numel() + cfg.num_layers * per_layer + memory_commit,
         )
+
+
+def _forget_head(drafter: DrafterImpl, _keys: object) -> None:
+    drafter._head = None
 
 
 def _pick(values: Tensor, positions: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ output projection starts at zero, so a new HyFlash is exactly a windowed DFlash 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ class PrefixMemory(nn.Module):
         self.k_proj = init_linear(nn.Linear(dim, width, bias=False))
         self.v_proj = init_linear(nn.Linear(dim, width, bias=False))
         self.z_proj = init_linear(nn.Linear(dim, width, bias=False))
-        self.b_proj = init_linear(nn.Linear(dim, heads))
+        self.b_proj = init_linear(nn.Linear(dim, heads)) if self.core.strength == "beta" else None
         self.a_proj = nn.Linear(dim, heads, bias=False)
         nn.init.zeros_(self.a_proj.weight)
         # At dt = 1 a head with A = ln 2 / h halves what it holds every h tokens.
@@ -88,13 +88,9 @@ class PrefixMemory(nn.Module):
 
     def writes(self, context: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys (unit length), values (B, T, H, K), write strengths and log-decays (B, T, H) of features (B, T, D)."""
-        beta, g = gates(
-            self.core,
-            strength=self.b_proj(context),
-            decay=self.a_proj(context),
-            a_log=self.A_log,
-            dt_bias=self.dt_bias,
-        )
+        decay = self.a_proj(context)
+        strength = decay if self.b_proj is None else self.b_proj(context)
+        beta, g = gates(self.core, strength=strength, decay=decay, a_log=self.A_log, dt_bias=self.dt_bias)
         return F.normalize(self._heads(self.k_proj(context)), dim=-1), self._heads(self.v_proj(context)), beta, g
 
     def queries(self, x: Tensor) -> Tensor:
@@ -103,7 +99,8 @@ class PrefixMemory(nn.Module):
 
     def output(self, found: Tensor, x: Tensor) -> Tensor:
         """Addition (..., D) to the residual from what was read (..., H, K), gated by the slots x (..., D)."""
-        out: Tensor = self.o_proj(self.norm(found).flatten(-2) * F.silu(self.z_proj(x)))
+        gate = F.silu(self.z_proj(x))
+        out: Tensor = self.o_proj(self.norm(found).flatten(-2).to(gate.dtype) * gate)
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -117,6 +114,11 @@ class DrafterImpl(dflash.DrafterImpl):
     source: ClassVar[str] = "HyFlash (abstract); independent implementation, hyper-parameters ours"
     optional_tensors: ClassVar[tuple[str, ...]] = ("layers.*.memory.*",)
     config: HyFlashConfig
+
+    @classmethod
+    def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a DFlash checkpoint; full attention becomes our default window, as the memory sees the rest."""
+        return {name: value for name, value in values.items() if name != "window" or value}
 
     def _new_memory(self) -> nn.Module | None:
         return None if self.config.memory_core == "none" else PrefixMemory(self.config)

@@ -18,20 +18,58 @@ from hyflash.core import TargetHooks
 HIDDEN_LOGIT = -1e30
 
 
+class HeadRows:
+    """Single rows of the target's head; what it does beside its weights (scale, bias) is measured once.
+
+    A soft-cap is left out: it keeps the order of tokens.
+    """
+
+    def __init__(self, hooks: TargetHooks) -> None:
+        ids = torch.arange(min(64, hooks.info.vocab_size), device=hooks.info.device)
+        rows = hooks.head_rows(ids).detach()
+        probe = rows.float().mean(0) + rows[0].float()
+        probe = (probe / probe.norm().clamp(min=1e-12)).to(rows.dtype)
+        bias = hooks.head(torch.zeros_like(probe)).detach()
+        plain = (rows @ probe).float()
+        real = (hooks.head(probe).detach() - bias)[ids].float()
+        scale = float((plain @ real) / (plain @ plain).clamp(min=1e-12))
+        self.hooks = hooks
+        self.scale = 1.0 if abs(scale - 1.0) < 0.02 else scale  # a soft-cap and rounding bend it a little
+        self.bias = bias if bool(bias.any()) else None
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight (n, D) and bias (n,) or None of token ids (n,)."""
+        weight = self.hooks.head_rows(ids).detach()
+        return weight if self.scale == 1.0 else weight * self.scale, None if self.bias is None else self.bias[ids]
+
+
+def head_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits (..., n) of hidden (..., D), in the weight's dtype."""
+    out = hidden.to(weight.dtype) @ weight.T
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def full_head(hooks: TargetHooks, hidden: Tensor) -> Tensor:
+    """The target's whole head on hidden (..., D) of any float dtype -> (..., V)."""
+    one = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+    return hooks.head(hidden.to(hooks.head_rows(one).dtype))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingHead:
     """Head of one round for B rows."""
 
     hooks: TargetHooks
     ids: Tensor | None  # (M,) int64, ids of the logit columns; None: the whole vocabulary
-    weight: Tensor | None  # (M, D)
+    # Weight and bias of M columns in parts; not joined, as that would copy the static list each round.
+    parts: tuple[tuple[Tensor, Tensor | None], ...]
     allowed: Tensor | None  # (B, M) bool, columns each row may choose
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (B, L, M) of hidden (B, L, D)."""
-        if self.weight is None or self.allowed is None:
-            return self.hooks.head(hidden)
-        out = hidden.to(self.weight.dtype) @ self.weight.T
+        if self.allowed is None:
+            return full_head(self.hooks, hidden)
+        out = torch.cat([head_logits(hidden, weight, bias) for weight, bias in self.parts], dim=-1)
         return out.masked_fill(~self.allowed[:, None], HIDDEN_LOGIT)
 
     def token_ids(self, columns: Tensor) -> Tensor:
@@ -40,13 +78,13 @@ class ServingHead:
 
 
 class ReducedHead:
-    """Keeps the head rows of a static list and adds rows per round. Logits lack the target's soft-cap (same order)."""
+    """Keeps the head rows of a static list and adds rows per round."""
 
-    def __init__(self, hooks: TargetHooks, ids: Tensor) -> None:
-        self.hooks = hooks
+    def __init__(self, rows: HeadRows, ids: Tensor) -> None:
+        self.rows = rows
         self.ids = ids
-        self.rows = hooks.head_rows(ids).detach()
-        self.is_static = torch.zeros(hooks.info.vocab_size, dtype=torch.bool, device=ids.device)
+        self.static = rows(ids)
+        self.is_static = torch.zeros(rows.hooks.info.vocab_size, dtype=torch.bool, device=ids.device)
         self.is_static[ids] = True
 
     def serving(self, seen: Tensor, anchors: Tensor) -> ServingHead:
@@ -57,9 +95,9 @@ class ReducedHead:
         more = extra.any(0).nonzero()[:, 0]
         static = torch.ones(len(anchors), len(self.ids), dtype=torch.bool, device=seen.device)
         return ServingHead(
-            hooks=self.hooks,
+            hooks=self.rows.hooks,
             ids=torch.cat((self.ids, more)),
-            weight=torch.cat((self.rows, self.hooks.head_rows(more).detach())),
+            parts=(self.static, self.rows(more)),
             allowed=torch.cat((static, extra[:, more]), dim=1),
         )
 

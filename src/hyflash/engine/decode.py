@@ -304,8 +304,14 @@ class Engine:
             assert out.logits is not None
             return out.logits[0]
 
-        needs_recheck = self.exactness == "recheck" and width > 1
-        outcome = verify(p, logits, drafts, epsilon=self._epsilon, recheck=recheck if needs_recheck else None)
+        outcome = verify(
+            p,
+            logits,
+            drafts,
+            epsilon=self._epsilon,
+            recheck=recheck if width > 1 else None,
+            recheck_ties=self.exactness == "recheck",
+        )
         self.counters["near_ties"] += outcome.num_near_ties
         self.counters["rechecks"] += outcome.num_rechecks
         return outcome.num_accepted, outcome.num_committed

@@ -34,24 +34,25 @@ def verify(
     *,
     epsilon: float,
     recheck: Callable[[int], Tensor] | None,
+    recheck_ties: bool,
 ) -> Outcome:
     """Commit the target's choices along the block: logits (len(drafts)+1, V) float32.
 
-    A choice nearer than `epsilon` to another one is a near tie; with `recheck`, row i's logits are computed anew
-    at width 1 by `recheck(i)` and the block ends there, since the rows behind it were forwarded beside others.
-    Logits that are not finite end the request with an error.
+    `recheck(i)` computes row i's logits anew at width 1; it is None where the row was alone already. The block then
+    ends there, since the rows behind it were forwarded beside others. A choice that a change of every logit by
+    `epsilon` could turn is a near tie, rechecked with `recheck_ties`. Logits that are not finite, also alone (a draft
+    behind them may be the cause), end the request with an error.
     """
     accepted = committed = near_ties = rechecks = 0
     greedy = _greedy_rows(logits, epsilon) if is_plain_greedy(progress.params) else None
     for i in range(len(drafts) + 1):
         choice = greedy[i] if greedy is not None else _choose(progress, logits[i])
-        ends_block = False
-        if choice.finite and choice.margin < epsilon:
-            near_ties += 1
-            if recheck is not None:
-                choice = _choose(progress, recheck(i))
-                rechecks += 1
-                ends_block = True
+        near_tie = choice.finite and choice.margin < epsilon
+        near_ties += near_tie
+        ends_block = recheck is not None and (not choice.finite or (near_tie and recheck_ties))
+        if recheck is not None and ends_block:
+            choice = _choose(progress, recheck(i))
+            rechecks += 1
         if not choice.finite:
             progress.finish("error", f"the target gave non-finite logits at position {progress.position}.")
             break
@@ -81,6 +82,6 @@ def _greedy_rows(logits: Tensor, epsilon: float) -> list[Choice]:
     margins = [float("inf")] * logits.shape[0]
     if epsilon > 0 and logits.shape[1] > 1:
         top = logits.topk(2).values
-        margins = (top[:, 0] - top[:, 1]).tolist()
+        margins = ((top[:, 0] - top[:, 1]) / 2).tolist()
     finite = torch.isfinite(values).tolist()
     return [Choice(token_id=t, margin=m, finite=f) for t, m, f in zip(tokens.tolist(), margins, finite, strict=True)]

@@ -27,20 +27,20 @@ class RowLosses:
     correct: Tensor  # (N,) bool, the label is the most likely token
 
 
-def chunk_loss(logits: Tensor, labels: Tensor, target_logits: Tensor | None, kind: LossKind) -> Tensor:
-    """Loss per row (n,) of float32 logits (n, V).
+def chunk_loss(logits: Tensor, labels: Tensor, target_logits: Tensor | None, kind: LossKind) -> tuple[Tensor, Tensor]:
+    """Loss and cross-entropy per row (n,) of float32 logits (n, V).
 
     ce: cross-entropy of the label. ce_tv: 0.1 ce + 0.9 total variation to the target's distribution (DSpark).
     kl: KL(target || drafter). The last two need `target_logits` (n, V).
     """
     ce = F.cross_entropy(logits, labels, reduction="none")
     if kind == "ce":
-        return ce
+        return ce, ce
     assert target_logits is not None, f"loss {kind!r} needs the target's logits"
     target = target_logits.softmax(-1)
     if kind == "kl":
-        return F.kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1)
-    return 0.1 * ce + 0.9 * (1.0 - torch.minimum(target, logits.softmax(-1)).sum(-1))
+        return F.kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1), ce
+    return 0.1 * ce + 0.9 * (1.0 - torch.minimum(target, logits.softmax(-1)).sum(-1)), ce
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -65,13 +65,11 @@ class _HeadLoss(torch.autograd.Function):
                 logits = head(rows).float()
                 with torch.no_grad():
                     target_logits = None if target_hidden is None else head(target_hidden[part]).float()
-                loss = chunk_loss(logits, labels[part], target_logits, kind)
+                loss, ce = chunk_loss(logits, labels[part], target_logits, kind)
                 if want_grad:
                     grads.append(torch.autograd.grad(loss.sum(), rows)[0])
-            with torch.no_grad():
-                picked = logits.gather(1, labels[part, None])[:, 0]
-                probs.append((picked - logits.logsumexp(-1)).exp())
-                corrects.append(logits.argmax(-1) == labels[part])
+            probs.append(ce.detach().neg().exp())
+            corrects.append(logits.detach().argmax(-1) == labels[part])
             losses.append(loss.detach())
         empty = hidden.new_zeros(0, dtype=torch.float32)
         ctx.save_for_backward(torch.cat(grads) if grads else torch.zeros_like(hidden))

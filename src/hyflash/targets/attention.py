@@ -116,12 +116,24 @@ def attend(
     out = rows.new_empty(rows.shape[0], rows.shape[1], value.shape[-1])
     for group in plan.groups:
         k, v = plan.cache.view(layer, group.low, group.high, group.num_tokens)
-        result = _grouped(rows[group.index], k, v, group.mask(sliding_window, rows.dtype), scale, softcap)
+        mask = group.mask(sliding_window, rows.dtype)
+        if group.real is None or softcap is not None:
+            result = _grouped(rows[group.index], k, v, mask, scale, softcap)
+        else:
+            result = _fused(rows[group.index], k, v, mask, scale)
         if group.real is None:
             out[group.index[0]] = result[0]
         else:
             out[group.index[group.real]] = result[group.real]
     return out[None], None
+
+
+def _fused(rows: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`_grouped` by torch's fused kernel: several times faster in bf16, but a row's bits depend on its neighbours."""
+    out = nn.functional.scaled_dot_product_attention(
+        rows.transpose(1, 2), k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=True
+    )
+    return out.transpose(1, 2)
 
 
 def _grouped(rows: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -42,11 +42,11 @@ def load(path: str, *, dtype: str = "float32", num_threads: int | None = None) -
         raise UserError(f"target {path!r} is neither a directory nor a hub name of the form owner/name.")
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=NAME)
-    except (OSError, ValueError, KeyError, RuntimeError) as err:
+    except MemoryError:
+        raise
+    except Exception as err:  # transformers and safetensors raise errors of every kind for files they cannot use
         first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise UserError(f"cannot load target {path!r}: {first}") from err
-    except Exception as err:  # safetensors raises its own class for truncated files
-        raise UserError(f"cannot read the weights of target {path!r}: {err}") from err
     return HFTarget(model, name=Path(path).name, fingerprint=fingerprint(path))
 
 
@@ -56,7 +56,7 @@ class HFTarget(Target):
     def __init__(self, model: nn.Module, *, name: str, fingerprint: str) -> None:
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()  # type: ignore[operator,union-attr]
-        _refuse_unsupported(config, name)
+        _refuse_unsupported(model, config, name)
         self._base: nn.Module = model.base_model  # type: ignore[assignment]
         self._layers: nn.ModuleList = self._base.layers  # type: ignore[assignment]
         self._lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
@@ -66,6 +66,7 @@ class HFTarget(Target):
         self.info = _info(model, config, name, fingerprint)
         self.cache = SlotCache(self.info.num_layers)
         self._wanted: dict[int, Tensor] = {}
+        self._tainted: set[int] = set()  # sequences with values that are not finite in their cache
         for index, layer in enumerate(self._layers):
             layer.register_forward_hook(self._make_tap(index))
         self.exactness: Exactness = "invariant"
@@ -83,6 +84,7 @@ class HFTarget(Target):
     def close(self, seq: int) -> None:
         """Forget a sequence."""
         self.cache.close(seq)
+        self._tainted.discard(seq)
 
     def length(self, seq: int) -> int:
         """Tokens in the sequence's cache."""
@@ -91,6 +93,8 @@ class HFTarget(Target):
     def truncate(self, seq: int, length: int) -> None:
         """Drop cached tokens at positions >= length."""
         self.cache.truncate(seq, length)
+        if seq in self._tainted:  # a mask hides stale numbers, but not NaN
+            self.cache.wipe(seq, length)
 
     def kv_bytes(self) -> int:
         """Bytes of KV the open sequences hold."""
@@ -111,12 +115,14 @@ class HFTarget(Target):
             hyflash_plan=plan,
         )
         final = out.last_hidden_state[0]  # (N, D), after the final norm
+        if not bool(torch.isfinite(final).all()):
+            self._tainted.update(rows.seqs)
         if self.info.num_layers in self._wanted:
             self._wanted[self.info.num_layers] = final
         features = None
         if rows.taps:
             stacked = torch.stack([self._wanted[tap] for tap in rows.taps], dim=1)  # (N, C, D)
-            features = stacked.clamp(-FEATURE_LIMIT, FEATURE_LIMIT)
+            features = stacked.nan_to_num(0.0).clamp(-FEATURE_LIMIT, FEATURE_LIMIT)
         self._wanted = {}
         for seq, end in zip(rows.seqs, ends, strict=True):
             self.cache.lengths[seq] = end
@@ -181,6 +187,11 @@ class HFTarget(Target):
         finally:
             handle.remove()
             self.close(seq)
+        if unused := self.cache.unused_layers():
+            raise UserError(
+                f"{self.info.name}: layers {unused} of this {self.info.family} model keep no keys and values that "
+                "hyflash can see; expected an attention-only decoder such as Llama, Qwen, Gemma, Phi or Mistral."
+            )
         table: Tensor = self._embedding(ids)
         scale = float((seen[0][0].double() * table.double()).sum() / table.double().square().sum())
         scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
@@ -207,31 +218,48 @@ class HFTarget(Target):
             )
 
     def _calibrate(self) -> None:
-        """Feed one text at several widths; equal bits mean row invariance, else set epsilon for rechecks."""
+        """Feed one text at several widths; equal bits mean row invariance, else set epsilon for rechecks.
+
+        Raises UserError where logits differ by more than rounding: then layers keep state besides keys and values.
+        """
         generator = torch.Generator().manual_seed(0)
         n = min(76, self.info.max_context)
         ids = torch.randint(0, self.info.vocab_size, (n,), generator=generator)
         reference = self._run(ids, [n])
-        splits = [[min(33, n), n - 33], [n - 8, 8], [n - 4, 1, 1, 2]] if n > 40 else [[1] * n]
+        splits = [[33, n - 33], [n - 24, 16, 5, 3], [n - 4, 1, 1, 2]] if n > 40 else [[1] * n]
         worst = max(float((self._run(ids, split) - reference).abs().nan_to_num(0.0).max()) for split in splits)
+        if worst > float(reference.nan_to_num(0.0).std()):
+            raise UserError(
+                f"{self.info.name}: its logits change by {worst:.2g} when a text is fed in pieces, so this "
+                f"{self.info.family} model keeps more than keys and values; expected an attention-only decoder."
+            )
         if worst > 0.0:
             self.exactness = "recheck"
             self.epsilon = 16.0 * worst  # single differences were seen up to 4x the largest of a short text
 
     def _run(self, ids: Tensor, widths: list[int]) -> Tensor:
-        """Logits of the text's last 8 rows when fed in pieces of the given widths."""
+        """Logits (T, V) of a text fed in pieces of the given widths."""
         seq, pieces, first = self.open(), [], 0
         for n in widths:
             out = self.forward(Rows(tokens=ids[first : first + n], seqs=(seq,), lengths=(n,)))
             assert out.logits is not None
-            pieces.append(out.logits[-8:])
+            pieces.append(out.logits)
             first += n
         self.close(seq)
-        return torch.cat(pieces)[-8:] if len(widths) > 1 else pieces[0]
+        return torch.cat(pieces)
 
 
-def _refuse_unsupported(config: Any, name: str) -> None:
+def _refuse_unsupported(model: nn.Module, config: Any, name: str) -> None:
     """Recurrent layers cannot be truncated; encoder-decoders are no causal LMs."""
+    if not isinstance(getattr(model.base_model, "layers", None), nn.ModuleList):
+        raise UserError(
+            f"{name}: a {config.model_type} model has no list of decoder layers that hyflash can tap; "
+            "expected a decoder such as Llama, Qwen, Gemma, Phi or Mistral."
+        )
+    facts = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
+    missing = [fact for fact in facts if not isinstance(getattr(config, fact, None), int)]
+    if missing:
+        raise UserError(f"{name}: the config of this {config.model_type} model has no {', '.join(missing)}.")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     bad = kinds - {"full_attention", "sliding_attention", "attention"}
     if bad:

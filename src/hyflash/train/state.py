@@ -52,12 +52,6 @@ def step_dirs(run_dir: Path) -> list[Path]:
     return [found[step] for step in sorted(found)]
 
 
-def sweep(run_dir: Path) -> None:
-    """Remove what a killed save left behind."""
-    for path in run_dir.glob(".step-*.tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def save_state(
     run_dir: Path,
     state: RunState,

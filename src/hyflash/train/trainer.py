@@ -23,7 +23,7 @@ from hyflash.core import LossTerms, TargetHooks, TrainBatch
 from hyflash.data.anchors import to_device
 from hyflash.data.answers import read_answers
 from hyflash.data.capture import ExampleSource, LiveSource
-from hyflash.data.disk import clear_disk_errors
+from hyflash.data.disk import clear_disk_errors, new_directory, recover
 from hyflash.data.shards import ShardReader
 from hyflash.drafters.base import Drafter
 from hyflash.errors import NonFiniteError, UserError
@@ -41,7 +41,7 @@ from hyflash.train.optim import (
 )
 from hyflash.train.progress import MetricsFile, Reporter
 from hyflash.train.recipe import Precision, Recipe, load_recipe
-from hyflash.train.state import RunState, load_state, save_state, step_dirs, sweep
+from hyflash.train.state import RunState, load_state, save_state, step_dirs
 
 BEST = "best"
 
@@ -143,10 +143,10 @@ class Trainer:
     def _split(self) -> tuple[list[str], ExampleSource, list[str]]:
         data = self.recipe.data
         if data.eval_shards is None:
-            ids, held = hold_out(self.source.ids, data.held_out, seed=self.options.seed)
+            ids, held = hold_out(self.source.ids, data.held_out, seed=0)
             return ids, self.source, held
         other = _open_shards(data.eval_shards, self.target, self.source.info.taps, verify=data.verify)
-        _, held = hold_out(other.ids, data.held_out, seed=self.options.seed)
+        _, held = hold_out(other.ids, data.held_out, seed=0)
         banned = set(other.ids)
         return [i for i in self.source.ids if i not in banned], other, held
 
@@ -156,7 +156,7 @@ class Trainer:
         """Start fresh or go on from the newest checkpoint. Raises UserError."""
         with clear_disk_errors(self.run_dir, "nothing was written"):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-        sweep(self.run_dir)
+            recover(self.run_dir)
         found = step_dirs(self.run_dir)
         if found and not resume:
             raise UserError(
@@ -378,8 +378,8 @@ class Trainer:
     def _export(self) -> None:
         """Write the drafter as it is now to `best/`, in half the bytes and ready to serve."""
         path = self.run_dir / BEST
-        with clear_disk_errors(path, "the checkpoints are intact"):
-            checkpoint.save(self.drafter, path, card=self._card(), dtype="fp16")
+        with clear_disk_errors(path, "the checkpoints are intact"), new_directory(path) as temp:
+            checkpoint.save(self.drafter, temp, card=self._card(), dtype="fp16")
 
 
 @contextmanager

@@ -1,0 +1,295 @@
+"""Drafters on disk: a directory with config.json, model.safetensors and, for trained ones, card.json.
+
+In: a drafter and its card, or what a user names (`NAME`, `CHECKPOINT`, `NAME:CHECKPOINT`, joined by `+`).
+Out: files that are each replaced at once, or a drafter whose every tensor came from the file. A plain DFlash is
+written so that z-lab's loader reads it; ours is the extra "hyflash" block of config.json.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hyflash import drafters
+from hyflash.core import TargetHooks, TargetInfo
+from hyflash.drafters import zlab
+from hyflash.drafters.base import Drafter
+from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.compose import Composite
+from hyflash.errors import NonFiniteError, UserError, nearest
+
+CONFIG, WEIGHTS, CARD, INDEX = "config.json", "model.safetensors", "card.json", "model.safetensors.index.json"
+ARCHITECTURE = "HyFlashDraftModel"
+FORMAT = 1
+_HALF_LIMIT = 65504.0
+_DTYPES = {"fp16": "float16", "fp32": "float32"}
+
+
+def save(
+    drafter: Drafter,
+    directory: str | Path,
+    *,
+    card: Mapping[str, Any] | None = None,
+    dtype: Literal["fp16", "fp32"] = "fp16",
+) -> None:
+    """Write a drafter. fp16 halves matrices whose values fit; vectors (norms, gates) stay float32.
+
+    Raises UserError for a composition, NonFiniteError for weights that are not finite, OSError from the disk.
+    """
+    if isinstance(drafter, Composite):
+        raise UserError("a composition of drafters is not one checkpoint; save its parts.")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: _on_disk(name, tensor, half=dtype == "fp16") for name, tensor in drafter.state_dict().items()}
+    _replace(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    if card is None:
+        (directory / CARD).unlink(missing_ok=True)  # a card of other weights would lie
+    else:
+        _write_json(directory / CARD, card)
+    _write_json(directory / CONFIG, _config(drafter, _DTYPES[dtype]))
+
+
+def load(spec: str, hooks: TargetHooks) -> Drafter:
+    """The drafter that `spec` names, ready to serve. Raises UserError.
+
+    `NAME` is a method with its default options; `CHECKPOINT` a directory; `NAME:CHECKPOINT` reads the directory
+    into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path with a "+" stands alone.
+    """
+    specs = [spec] if Path(spec).expanduser().is_dir() else spec.split("+")
+    parts = [_load_one(part.strip(), hooks) for part in specs]
+    if len(parts) == 1:
+        return parts[0].eval()
+    names = [_method(part) for part in parts]
+    if len(set(names)) < len(names):
+        names = [part.strip() for part in specs]
+    return Composite(list(zip(names, parts, strict=True))).eval()
+
+
+def read_card(directory: str | Path) -> dict[str, Any]:
+    """The card of a checkpoint. Raises UserError if there is none."""
+    return _read_json(Path(directory).expanduser() / CARD, "a trained drafter has one")
+
+
+def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
+    """What a user should know about this checkpoint with this target; empty when it was made for exactly it.
+
+    Raises UserError when the two cannot work together at all.
+    """
+    path = Path(directory).expanduser()
+    config = _read_json(path / CONFIG, "expected a drafter's directory")
+    if "hyflash" not in config:
+        zlab.read_config(config, info, where=str(path / CONFIG))
+        return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
+    made_for = _target_facts(config["hyflash"], info, path)
+    if made_for["fingerprint"] == info.fingerprint:
+        return []
+    return [
+        f"{path} was trained for target {made_for['name']!r} with fingerprint {made_for['fingerprint']}; "
+        f"{info.name!r} has {info.fingerprint}. Text stays the same, but fewer drafts may be accepted."
+    ]
+
+
+# --------------------------------------------------------------------------------------------- writing
+
+
+def _method(drafter: Drafter) -> str:
+    """File name of a drafter's method."""
+    return type(drafter).__module__.rpartition(".")[2]
+
+
+def _config(drafter: Drafter, dtype: str) -> dict[str, Any]:
+    info, config = drafter.hooks.info, drafter.config
+    out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": "hyflash", "dtype": dtype}
+    if _method(drafter) == "dflash" and isinstance(config, DFlashConfig) and zlab.can_write(config, info):
+        out = zlab.write_config(config, info, dtype=dtype)
+    out["hyflash"] = {
+        "format": FORMAT,
+        "drafter_type": _method(drafter),
+        "config": config.model_dump(mode="json"),
+        "target": {
+            "name": info.name,
+            "fingerprint": info.fingerprint,
+            "vocab_size": info.vocab_size,
+            "hidden_size": info.hidden_size,
+            "num_layers": info.num_layers,
+        },
+    }
+    return out
+
+
+def _on_disk(name: str, tensor: Tensor, *, half: bool) -> Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    if not tensor.is_floating_point():
+        return tensor
+    if not bool(tensor.isfinite().all()):
+        raise NonFiniteError(f"tensor {name} holds NaN or infinity; the drafter was not saved.")
+    fits = half and tensor.dim() > 1 and float(tensor.abs().max() if tensor.numel() else 0.0) <= _HALF_LIMIT
+    return tensor.half() if fits else tensor.float()
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    text = json.dumps(dict(value), indent=2, ensure_ascii=False) + "\n"
+    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Write beside `path`, then rename: the old file or the new one is there, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+def _load_one(spec: str, hooks: TargetHooks) -> Drafter:
+    name, path = _parse(spec)
+    if path is None:
+        method = drafters.load_class(name)
+        return method(method.Config(), hooks)
+    config = _read_json(path / CONFIG, "expected a drafter's directory")
+    where = str(path / CONFIG)
+    if "hyflash" in config:
+        own, values = _own_block(config["hyflash"], hooks.info, path)
+    else:
+        own, values = "dflash", zlab.read_config(config, hooks.info, where=where)
+        _refuse_side_files(path)
+    method = drafters.load_class(name or own)
+    upgrade = bool(name) and name != own
+    options = method.Config.parse(method.import_config(values) if upgrade else values, where=where)
+    drafter = method(options, hooks)
+    weights = method.import_weights(_read_weights(path), drafter.config)
+    _fill(drafter, weights, where=str(path), optional=method.optional_tensors if upgrade else ())
+    return drafter
+
+
+def _parse(spec: str) -> tuple[str, Path | None]:
+    """Method name ("" for the checkpoint's own) and directory (None for a bare method)."""
+    known = drafters.names()
+    if spec in known:
+        return spec, None
+    head, colon, tail = spec.partition(":")
+    if colon and head in known:
+        return head, _directory(tail)
+    if spec and (Path(spec).expanduser().is_dir() or "/" in spec or os.sep in spec or spec.startswith(".")):
+        return "", _directory(spec)
+    raise UserError(
+        f"unknown drafter {spec!r}.{nearest(spec, known)} Expected a method ({', '.join(known)}), the directory of a "
+        "checkpoint, METHOD:DIRECTORY, or several of these joined by +."
+    )
+
+
+def _directory(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not text or not path.is_dir():
+        raise UserError(f"{text or '(nothing)'}: no such directory; expected a drafter's checkpoint.")
+    return path
+
+
+def _read_json(path: Path, expected: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise UserError(f"{path}: cannot be read ({err.strerror or err}); {expected}.") from err
+    except ValueError as err:
+        raise UserError(f"{path}: is not valid JSON ({err}); the file is damaged.") from err
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: holds a {type(value).__name__}; expected a JSON object.")
+    return value
+
+
+def _own_block(block: Any, info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
+    """Method and options of one of our checkpoints, once it fits the target."""
+    _target_facts(block, info, path)
+    name, values = block.get("drafter_type"), block.get("config")
+    if not isinstance(name, str) or not isinstance(values, dict):
+        raise UserError(f"{path / CONFIG}: the hyflash block has no drafter_type or config; the file is damaged.")
+    return name, values
+
+
+def _target_facts(block: Any, info: TargetInfo, path: Path) -> Mapping[str, Any]:
+    """What the checkpoint says of its target. Raises UserError when sizes differ from this target's."""
+    where = path / CONFIG
+    if not isinstance(block, dict) or not isinstance(block.get("target"), dict):
+        raise UserError(f"{where}: the hyflash block names no target; the file is damaged.")
+    if block.get("format") != FORMAT:
+        raise UserError(f"{where}: format is {block.get('format')!r}; this version of hyflash reads {FORMAT}.")
+    facts: dict[str, Any] = block["target"]
+    for key, found in (
+        ("hidden_size", info.hidden_size),
+        ("vocab_size", info.vocab_size),
+        ("num_layers", info.num_layers),
+    ):
+        if facts.get(key) != found:
+            raise UserError(
+                f"{path}: was trained for target {facts.get('name')!r} with {key} {facts.get(key)}; target "
+                f"{info.name!r} has {found}. Load it with its own target, or train one for this."
+            )
+    return {"name": facts.get("name"), "fingerprint": facts.get("fingerprint")}
+
+
+def _refuse_side_files(path: Path) -> None:
+    if (path / "mask_embedding.pt").exists():
+        raise UserError(f"{path / 'mask_embedding.pt'}: a mask vector of its own, which we cannot honour.")
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of model.safetensors, or of the shards its index names."""
+    files = [WEIGHTS]
+    if not (path / WEIGHTS).exists() and (path / INDEX).exists():
+        shards = _read_json(path / INDEX, "expected the index of the shards").get("weight_map")
+        if not isinstance(shards, dict):
+            raise UserError(f"{path / INDEX}: has no weight_map; the file is damaged.")
+        files = sorted(set(shards.values()))
+    out: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            out.update(load_file(path / file))
+        except OSError as err:
+            raise UserError(f"{path / file}: cannot be read ({err}); copy the whole checkpoint again.") from err
+        except SafetensorError as err:
+            raise UserError(f"{path / file}: is cut short or damaged ({err}); copy it again.") from err
+    return out
+
+
+def _fill(drafter: Drafter, weights: Mapping[str, Tensor], *, where: str, optional: tuple[str, ...]) -> None:
+    """Copy tensors into the drafter; nothing may be missing (but for `optional` patterns), extra, misshapen or NaN."""
+    want = drafter.state_dict()
+    lacking = [name for name in want if name not in weights]
+    lacking = [name for name in lacking if not any(fnmatch.fnmatch(name, pattern) for pattern in optional)]
+    extra = [name for name in weights if name not in want]
+    misfit = [
+        f"{name} {_look(weights[name])}, expected {_look(want[name])}"
+        for name in want
+        if name in weights and _look(weights[name]) != _look(want[name])
+    ]
+    problems = [
+        f"{title} {'; '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for title, names in (("missing tensors:", lacking), ("unknown tensors:", extra), ("wrong shapes:", misfit))
+        if names
+    ]
+    if problems:
+        raise UserError(f"{where}: the weights do not fit the config; {'. '.join(problems)}.")
+    for name, tensor in weights.items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{where}: tensor {name} holds NaN or infinity; the checkpoint is broken.")
+    drafter.load_state_dict(dict(weights), strict=False)
+    if "draft_ids" in weights:
+        drafter.set_draft_vocab(weights["draft_ids"])
+
+
+def _look(tensor: Tensor) -> str:
+    """Shape, and whether it holds whole numbers: what must agree between file and drafter."""
+    kind = "" if tensor.is_floating_point() else " of whole numbers"
+    return f"{tuple(tensor.shape)}{kind}"

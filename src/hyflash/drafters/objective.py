@@ -1,0 +1,70 @@
+"""Training objective of block drafters, from the hidden states of all draft positions to sums.
+
+In: a DraftOutput and its batch. Out: LossTerms: weighted row losses, accuracy per position, teacher-forced tau.
+With a reduced vocabulary the loss sees its static list and the batch's labels, as serving adds what a context holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hyflash.core import DraftOutput, LossTerms, TargetHooks, TrainBatch
+from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.vocab import HeadRows, full_head, head_logits, training_vocab
+from hyflash.ops.losses import Head, decay_weights, dpace_weights, head_losses, leading_run
+
+Reduced = tuple[HeadRows, Tensor]
+
+
+def block_loss(
+    out: DraftOutput,
+    batch: TrainBatch,
+    *,
+    config: DFlashConfig,
+    hooks: TargetHooks,
+    reduced: Reduced | None,
+    target: Tensor | None,
+) -> LossTerms:
+    """Sum of row losses times position and anchor weights, over labelled positions.
+
+    `reduced` has the head's rows and the static ids (n,), or is None for all tokens; `target` (B, A, L, D) the target's own input of
+    the head, for losses that need its distribution. Metrics: "acc@k" and "tau" = mean of 1 + leading right drafts.
+    """
+    mask = out.mask
+    labels = out.labels[mask]
+    head, index = _head(hooks, reduced, labels)
+    rows = head_losses(
+        out.hidden[mask],
+        index,
+        head=head,
+        kind=config.loss,
+        target_hidden=None if target is None else target[mask],
+    )
+    prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
+    hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
+    if config.dpace:
+        position = dpace_weights(prob, mask)
+    else:
+        position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
+    weights = (position * batch.weights[..., None])[mask]
+    counted = mask[..., 0]
+    metrics = {"tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
+    for k in range(mask.shape[-1]):
+        metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+    return LossTerms(numerator=(rows.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
+
+
+def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[Head, Tensor]:
+    """The head to train against and each label's column in it."""
+    if reduced is None:
+        return partial(full_head, hooks), labels
+    rows, static = reduced
+    ids, index = training_vocab(static, labels)
+    weight, bias = rows(ids)
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        weight = weight.to(torch.get_autocast_dtype(device))  # once, not once a chunk
+    return partial(head_logits, weight=weight, bias=bias), index

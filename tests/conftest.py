@@ -1,0 +1,14 @@
+"""Before any test module is imported: reproducible matrix products, and no progress bars on stderr.
+
+MKL reads its mode at its first call, which may be in any test; a command line sets it before it loads a target.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+from hyflash.cli.main import calm_libraries
+
+calm_libraries()
