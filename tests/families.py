@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models
 from torch import Tensor
 
 from hyflash.core import Rows, TargetOutput
 from hyflash.targets import hf
+from hyflash.text import Tokenizer
 
 VOCAB, LAYERS, WINDOW, CONTEXT = 96, 3, 8, 256
 _SIZES: dict[str, Any] = {
@@ -92,3 +95,10 @@ def feed(target: hf.HFTarget, seq: int, ids: Tensor, widths: list[int], taps: tu
         logits=torch.cat([p.logits for p in pieces]),  # type: ignore[misc]
         features=torch.cat([p.features for p in pieces]) if taps else None,  # type: ignore[misc]
     )
+
+
+def char_tokenizer() -> Tokenizer:
+    """One printable character a token, for models of 96 tokens."""
+    core = Core(models.BPE(vocab={chr(33 + i): i for i in range(VOCAB - 1)} | {"~~": VOCAB - 1}, merges=[]))
+    core.decoder = decoders.Fuse()
+    return Tokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=core), "characters")

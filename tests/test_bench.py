@@ -290,6 +290,32 @@ def test_bench_json_has_the_fields_of_the_contract(
     assert taus[0] == taus[1] or got["settings"]["length"] == "adaptive"
 
 
+def test_earlier_run_is_compared_with_what_was_unequal_first(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.jsonl"
+    argv = ["-t", str(path), "-d", "lookup", "--limit", "1", "--length", "fixed", "--out", str(out)]
+    bench_json(capsys, *argv, "-n", "8")
+    got = bench_json(capsys, *argv, "-n", "8", "--against", str(out))["against"]
+    assert got["unequal"] == []
+    assert len(got["changes"]) == 3
+    got = bench_json(capsys, *argv, "-n", "6", "--against", str(out))["against"]
+    assert got["unequal"] == ["settings.max_tokens was 8, is 6"]
+    assert main(["bench", *argv, "-n", "4", "--against", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.index("unequal: settings.max_tokens was 6, is 4") < text.index("changes: lookup chat")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"nonsense\n", b"[1]\n"])
+def test_results_file_that_is_none_is_refused(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(content)
+    assert main(["bench", "-t", str(path), "-d", "lookup", "--against", str(file)]) == 1
+    assert "expected a file of `bench --out`" in capsys.readouterr().err
+
+
 def test_fixed_length_runs_repeat_their_acceptance(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["-t", str(path), "-d", "lookup", "--limit", "2", "-n", "16", "--length", "fixed", "--temperature", "0.7"]
     first, second = (bench_json(capsys, *argv)["results"] for _ in range(2))

@@ -265,6 +265,19 @@ def test_every_sampling_flag_reaches_the_engine(
     assert getattr(seen[0], field) == value
 
 
+def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    got = run_json(capsys, "generate", "-t", tiny, "--raw", "-n", "9", "--json", "abcabc")
+    engine = hyflash.load(tiny, "lookup", length="fixed", num_draft_tokens=4)
+    assert engine.tokenizer is not None
+    request = hyflash.Request(
+        prompt_ids=tuple(engine.tokenizer.encode("abcabc")), params=hyflash.SamplingParams(max_tokens=9)
+    )
+    (result,) = engine.generate([request])
+    assert list(result.token_ids) == got["token_ids"]
+    with pytest.raises(UserError, match="length"):
+        hyflash.load(tiny, "lookup", length="longest")
+
+
 # ------------------------------------------------------------------------------------------ mistakes
 
 
@@ -361,6 +374,7 @@ def test_prompt_longer_than_the_context_is_refused_with_numbers(tiny: str, capsy
     exact_fit = "x" * (TINY_CONTEXT - 1)
     got = run_json(capsys, "generate", "-t", tiny, "--raw", "-n", "5", "--json", exact_fit)
     assert (got["num_tokens"], got["finish_reason"]) == (1, "length")
+    assert got["warnings"] == [f"only 1 of 5 new tokens fit the context of {tiny}"]
     err = run_error(capsys, "generate", "-t", tiny, "--raw", exact_fit + "x")
     assert f"{TINY_CONTEXT} tokens" in err
 

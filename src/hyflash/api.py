@@ -94,10 +94,21 @@ def load_drafter(spec: str, target: LoadedTarget, *, options: Sequence[str] = ()
     return method(method.Config.parse(values, where=f"drafter {spec}"), hooks).eval()
 
 
-def drafter_warnings(spec: str, target: LoadedTarget) -> list[str]:
-    """What a user should know about a drafter's checkpoints with this target."""
-    folders = [hub.checkpoint_dir(part) for part in hub.drafter_parts(spec)]
-    return [w for folder in folders if folder for w in checkpoint.target_warnings(folder, target.model.info)]
+def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None = None) -> list[str]:
+    """What a user should know about a drafter's checkpoints with this target and thinking mode."""
+    out = []
+    for part in hub.drafter_parts(spec):
+        folder = hub.checkpoint_dir(part)
+        if folder is None:
+            continue
+        out += checkpoint.target_warnings(folder, target.model.info)
+        trained = checkpoint.read_card(folder).get("thinking") if (folder / checkpoint.CARD).is_file() else None
+        if None not in (thinking, trained) and thinking != trained:
+            out.append(
+                f"draft_mode_mismatch: {folder} was trained with thinking {'on' if trained else 'off'}, this run has "
+                f"it {'on' if thinking else 'off'}; fewer drafts may be accepted"
+            )
+    return out
 
 
 def make_policy(

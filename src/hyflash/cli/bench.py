@@ -53,6 +53,7 @@ def bench(
     dtype: flags.Dtype = "float32",
     threads: flags.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Append the JSON object as a line to this file.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare with the last line of this results file.")] = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
 ) -> None:
@@ -68,8 +69,8 @@ def bench(
     flags.check_words(dtype=dtype, exact=exact, length=length or "adaptive")
     if acceptance_only and length == "adaptive":
         raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
-    if costs and (drafter or prompts or acceptance_only):
-        raise UserError("--costs measures the target alone; leave -d, --prompts and --acceptance-only out.")
+    if costs and (drafter or prompts or acceptance_only or against):
+        raise UserError("--costs measures the target alone; leave -d, --prompts, --acceptance-only, --against out.")
     if not costs and (not drafter or "none" in drafter):
         raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
     if len(set(drafter or ())) != len(drafter or ()):
@@ -78,6 +79,9 @@ def bench(
     contexts = [flags.parse_tokens(text) for text in context.split(",")] if context else [None]
     if out is not None:
         _check_writable(out)
+    from hyflash.bench import compare
+
+    earlier = compare.last_object(against) if against is not None else None
 
     from hyflash import api
 
@@ -106,8 +110,10 @@ def bench(
             settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking, "dtype": dtype},
             quiet=quiet,
         )
-        notes += [text for spec in drafter or [] for text in api.drafter_warnings(spec, loaded)]
+        notes += [text for spec in drafter or [] for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
         table["warnings"] = notes
+        if earlier is not None:
+            table["against"] = {"unequal": compare.unequal(earlier, table), "changes": compare.changes(earlier, table)}
         report.warn([] if json else notes)
     if out is not None:
         _append(out, table)

@@ -90,7 +90,7 @@ def chat(
     engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
     warnings = [
         *flags.idle_options(params, seed_given=seed is not None),
-        *api.drafter_warnings(spec, loaded),
+        *api.drafter_warnings(spec, loaded, thinking=thinking),
     ]
     report.warn([] if json else warnings)
     report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)

@@ -97,8 +97,11 @@ def generate(
     request = Request(prompt_ids=tuple(ids), params=params)
     warnings = [
         *flags.idle_options(params, seed_given=seed is not None),
-        *api.drafter_warnings(spec, loaded),
+        *api.drafter_warnings(spec, loaded, thinking=thinking),
     ]
+    room = loaded.model.info.max_context - len(ids)
+    if max_tokens > room > 0:
+        warnings.append(f"only {room} of {max_tokens} new tokens fit the context of {loaded.name}")
     plain = api.make_engine(loaded, None, exact=exact, max_rows=1) if compare else None
     results, plains = run(engine, plain, request, None if json else report.piece)
 

@@ -35,6 +35,8 @@ def print_rows(table: dict[str, Any]) -> None:
             {True: "passed", False: f"{len(row['forks'])} forks", None: "not checked"}[row["exact"]],
         )
     console.print(out)
+    for line in _means(table["results"]):
+        console.print(line)
     for row in table["differences"]:
         low, high = row["interval"]
         console.print(
@@ -47,6 +49,9 @@ def print_rows(table: dict[str, Any]) -> None:
                 f"{row['drafter']} forks on {fork['prompt_id']} at token {fork['index']}, "
                 f"top-1/top-2 margin {fork['margin']:.2g}"
             )
+    for title, lines in table.get("against", {}).items():
+        for line in lines:
+            console.print(f"{title}: {line}")
 
 
 def print_costs(table: dict[str, Any]) -> None:
@@ -75,6 +80,18 @@ def print_drafters(entries: list[dict[str, Any]]) -> None:
             entry["source"],
         )
     _console().print(out)
+
+
+def _means(rows: list[dict[str, Any]]) -> list[str]:
+    """Mean tau over domains for each drafter and context, where there are several domains."""
+    groups: dict[tuple[str, int | None], list[float]] = {}
+    for row in rows:
+        groups.setdefault((row["drafter"], row["context"]), []).append(row["tau"])
+    return [
+        f"mean of {len(taus)} domains {context or ''}: {drafter} tau {sum(taus) / len(taus):.3f}".replace(" :", ":")
+        for (drafter, context), taus in groups.items()
+        if len(taus) > 1
+    ]
 
 
 def _console() -> Console:

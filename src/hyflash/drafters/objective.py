@@ -30,8 +30,9 @@ def block_loss(
 ) -> LossTerms:
     """Sum of row losses times position and anchor weights, over labelled positions.
 
-    `reduced` has the head's rows and the static ids (n,), or is None for all tokens; `target` (B, A, L, D) the target's own input of
-    the head, for losses that need its distribution. Metrics: "acc@k" and "tau" = mean of 1 + leading right drafts.
+    `reduced` has the head's rows and the static ids (n,), or is None for all tokens; `target` (B, A, L, D) is the
+    target's own input of the head, for losses that need its distribution. Metrics: "acc@k", and "tau" = mean of
+    1 + leading right drafts.
     """
     mask = out.mask
     labels = out.labels[mask]

@@ -70,7 +70,7 @@ class ServingHead:
         if self.allowed is None:
             return full_head(self.hooks, hidden)
         out = torch.cat([head_logits(hidden, weight, bias) for weight, bias in self.parts], dim=-1)
-        return out.masked_fill(~self.allowed[:, None], HIDDEN_LOGIT)
+        return out.float().masked_fill(~self.allowed[:, None], HIDDEN_LOGIT)
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of logit columns."""

@@ -1,0 +1,176 @@
+"""What the tests of all drafters share: tiny drafters by name, random texts with features, drafts of known quality."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hyflash import drafters
+from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks, TrainBatch
+from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.drafters.compose import Composite
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lookup": ("lookup", {}),
+    "dflash": ("dflash", {}),
+    "dflash-window": ("dflash", {"window": 8}),
+    **{f"hyflash-{core}": ("hyflash", {"memory_core": core}) for core in ("none", "mean", "gla", "delta", "mamba2")},
+    "hyflash-all-parts": ("hyflash", {"draft_vocab_size": 32, "correction": "gru", "start": "ridge"}),
+    "lookup+hyflash": ("lookup+hyflash", {}),
+}
+"""Every kind of drafter there is: name -> what `tiny_drafter` builds."""
+
+
+def tiny_drafter(spec: str, hooks: TargetHooks, *, seed: int = 0, **options: Any) -> Drafter:
+    """The drafter `NAME` or `A+B` in its tiny config, every parameter moved so that no zero start hides a part."""
+    names = spec.split("+")
+    if len(names) > 1:
+        return Composite([(name, tiny_drafter(name, hooks, seed=seed)) for name in names]).eval()
+    method = drafters.load_class(spec)
+    config = method.Config.parse({**method.Config.tiny().model_dump(), **options}, where=spec)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = method(config, hooks)
+        for parameter in drafter.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return drafter.eval()
+
+
+def random_batch(drafter: Drafter, lengths: Sequence[int], *, num_anchors: int = 1, seed: int = 0) -> TrainBatch:
+    """Random tokens and features, every token an answer; anchors spread from 0 to the last token."""
+    info, random_ = drafter.hooks.info, torch.Generator().manual_seed(seed)
+    size = max(lengths)
+    valid = torch.arange(size) < torch.tensor(lengths)[:, None]
+    shape = (len(lengths), size, len(drafter.target_layer_ids), info.hidden_size)
+    return TrainBatch(
+        # Few different tokens, so that texts repeat themselves as real ones do.
+        tokens=torch.randint(3, min(info.vocab_size, 12), valid.shape, generator=random_) * valid,
+        features=torch.randn(shape, generator=random_) * valid[..., None, None],
+        lengths=torch.tensor(lengths),
+        loss_mask=valid,
+        anchors=torch.stack([torch.linspace(0, n - 1, num_anchors).long() for n in lengths]),
+        anchor_mask=torch.ones(len(lengths), num_anchors, dtype=torch.bool),
+        weights=torch.ones(len(lengths), num_anchors),
+    )
+
+
+def commit_spans(
+    drafter: Drafter, state: State, batch: TrainBatch, spans: Mapping[int, tuple[int, int]], rows: Mapping[int, int]
+) -> None:
+    """Commit tokens start..stop-1 of each sequence in `spans` into its state row."""
+    lengths = tuple(stop - start for start, stop in spans.values())
+    tokens = torch.zeros(len(spans), max(lengths), dtype=torch.long)
+    features = batch.features.new_zeros(*tokens.shape, *batch.features.shape[2:])
+    for at, (b, (start, stop)) in enumerate(spans.items()):
+        tokens[at, : stop - start] = batch.tokens[b, start:stop]
+        features[at, : stop - start] = batch.features[b, start:stop]
+    drafter.commit(
+        state,
+        Commit(
+            rows=tuple(rows[b] for b in spans),
+            tokens=tokens,
+            features=features if drafter.target_layer_ids else None,
+            lengths=lengths,
+        ),
+    )
+
+
+def filled(drafter: Drafter, batch: TrainBatch, upto: Sequence[int], *, pieces: Sequence[int] = ()) -> State:
+    """A state whose row b holds the first `upto[b]` tokens of sequence b, committed in pieces of the given sizes."""
+    state, rows = drafter.new_state(len(upto)), {b: b for b in range(len(upto))}
+    done, sizes = [0] * len(upto), list(pieces)
+    while any(d < u for d, u in zip(done, upto, strict=True)):
+        size = sizes.pop(0) if sizes else max(upto)
+        spans = {b: (done[b], min(done[b] + size, upto[b])) for b in rows}
+        commit_spans(drafter, state, batch, spans, rows)
+        done = [stop for _, stop in spans.values()]
+    return state
+
+
+def ask(
+    drafter: Drafter, state: State, rows: Sequence[int], anchors: Tensor | Sequence[int], num: int = 99
+) -> Proposal:
+    request = DraftRequest(rows=tuple(rows), anchors=torch.as_tensor(anchors), num_tokens=(num,) * len(rows))
+    return drafter.propose(state, request)
+
+
+def drafts(proposal: Proposal) -> list[list[int]]:
+    """The proposed tokens of each row."""
+    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths, strict=True)]
+
+
+def assert_same_snapshot(got: Any, want: Any, *, exact: bool = True) -> None:
+    """Equal nests of tensors and plain values; tensors to the bit, or to rounding."""
+    if isinstance(want, Tensor):
+        if exact or not want.is_floating_point():
+            assert torch.equal(got, want)
+        else:
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    elif isinstance(want, dict):
+        assert got.keys() == want.keys()
+        for key in want:
+            assert_same_snapshot(got[key], want[key], exact=exact)
+    elif isinstance(want, list | tuple):
+        assert len(got) == len(want)
+        for a, b in zip(got, want, strict=True):
+            assert_same_snapshot(a, b, exact=exact)
+    else:
+        assert got == want
+
+
+class HalfRight(Drafter):
+    """A drafter whose first few drafts are made right, so that blocks of every accepted length occur.
+
+    `texts` are the whole texts of the requests (prompt and answer); a row's text is known from its committed tokens.
+    The inner drafter sees every commit and makes every proposal; only tokens are replaced.
+    """
+
+    Config = DrafterConfig
+
+    def __init__(self, inner: Drafter, texts: Sequence[Sequence[int]], *, seed: int = 0) -> None:
+        super().__init__(inner.config, inner.hooks)
+        self.inner = inner
+        self.texts = [list(t) for t in texts]
+        self.target_layer_ids = inner.target_layer_ids
+        self.max_draft_tokens = 16
+        self.max_positions = inner.max_positions
+        self._random = random.Random(seed)
+        self._seen: dict[int, list[int]] = {}
+
+    def new_state(self, num_rows: int) -> State:
+        return self.inner.new_state(num_rows)
+
+    def commit(self, state: State, new: Commit) -> None:
+        for b, row in enumerate(new.rows):
+            old = self._seen.get(row, [])
+            if new.verdict is None and not self._continues(old, new.tokens[b, : new.lengths[b]].tolist()):
+                old = []  # the first chunk of a new request
+            self._seen[row] = old + new.tokens[b, : new.lengths[b]].tolist()
+        self.inner.commit(state, new)
+
+    def _continues(self, old: list[int], more: list[int]) -> bool:
+        return any(t[: len(old) + len(more)] == old + more for t in self.texts)
+
+    def propose(self, state: State, request: DraftRequest) -> Proposal:
+        asked = replace(
+            request, num_tokens=tuple(max(1, min(n, self.inner.max_draft_tokens)) for n in request.num_tokens)
+        )
+        own = drafts(self.inner.propose(state, asked))
+        rows = []
+        for b, (row, anchor) in enumerate(zip(request.rows, request.anchors.tolist(), strict=True)):
+            text = [*self._seen.get(row, []), anchor]
+            right = next((t[len(text) :] for t in self.texts if t[: len(text)] == text), [])
+            right = right[: self._random.randint(0, request.num_tokens[b])]
+            rows.append([*right, *own[b][len(right) :]][: request.num_tokens[b]])
+        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+        for b, row_tokens in enumerate(rows):
+            tokens[b, : len(row_tokens)] = torch.tensor(row_tokens, dtype=torch.long)
+        return Proposal(tokens=tokens, lengths=tuple(map(len, rows)))
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        return self.inner.cost(context_tokens)
