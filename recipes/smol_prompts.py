@@ -15,35 +15,57 @@ import sys
 import sysconfig
 from pathlib import Path
 
-TOPICS = """black holes; the French Revolution; sourdough bread; time management; electric cars; the human heart; jazz music;
-learning Spanish; small gardens; the Great Barrier Reef; job interviews; climate change; chess openings; the Roman Empire;
-solar panels; healthy breakfasts; travelling in Japan; public speaking; dinosaurs; the stock market; yoga for beginners;
-the water cycle; remote work; Shakespeare's plays; vaccines; board games; the Moon landing; saving money; photography;
-artificial intelligence; the Amazon rainforest; sleep; cats and dogs; the Industrial Revolution; vegetarian cooking; bridges;
-volcanoes; modern art; running a marathon; the internet; democracy; honey bees; film noir; a first apartment; space tourism;
-the immune system; coffee; recycling; poetry; the Silk Road; robots in factories; bicycle repair; friendship; glaciers;
-the periodic table; small businesses; mountains; social media; tea ceremonies; wind energy; mythology; libraries; earthquakes;
-video games; teaching children to read; the Olympic Games; old maps; rivers; memory; clocks; the printing press""".split(";")
+TOPICS = """
+black holes; the French Revolution; sourdough bread; time management; electric cars; the human heart; jazz
+music; learning Spanish; small gardens; the Great Barrier Reef; job interviews; climate change; chess openings;
+the Roman Empire; solar panels; healthy breakfasts; travelling in Japan; public speaking; dinosaurs; the stock
+market; yoga for beginners; the water cycle; remote work; Shakespeare's plays; vaccines; board games; the Moon
+landing; saving money; photography; artificial intelligence; the Amazon rainforest; sleep; cats and dogs; the
+Industrial Revolution; vegetarian cooking; bridges; volcanoes; modern art; running a marathon; the internet;
+democracy; honey bees; film noir; a first apartment; space tourism; the immune system; coffee; recycling;
+poetry; the Silk Road; robots in factories; bicycle repair; friendship; glaciers; the periodic table; small
+businesses; mountains; social media; tea ceremonies; wind energy; mythology; libraries; earthquakes; video
+games; teaching children to read; the Olympic Games; old maps; rivers; memory; clocks; the printing press
+"""
 
-TEMPLATES = """Explain {} to a ten year old.|Write a short blog post about {}.|What are the main advantages and disadvantages of {}?
-Give me five tips about {}.|Write a short story that involves {}.|Summarize the history of {} in a few paragraphs.
-What are common misconceptions about {}?|Compare {} with something similar and explain the differences.
-Write an email to a friend about {}.|Create a one-week plan to learn more about {}.|Write a poem about {}.
-What questions would you ask an expert on {}?|Describe {} step by step.|Why does {} matter today?
-Draft an outline for a talk about {}.|List ten interesting facts about {}.|Write a dialogue between two people about {}.
-How would you describe {} to someone who has never heard of it?|What does the future of {} look like?
-Write a persuasive paragraph about {}.|What should a beginner know about {}?|Write a product review related to {}.
-Imagine you are a journalist and write a news report about {}.|Give pros and cons of {} in a table.""".replace("\n", "|").split("|")
+TEMPLATES = """
+Explain {} to a ten year old.
+Write a short blog post about {}.
+What are the main advantages and disadvantages of {}?
+Give me five tips about {}.
+Write a short story that involves {}.
+Summarize the history of {} in a few paragraphs.
+What are common misconceptions about {}?
+Compare {} with something similar and explain the differences.
+Write an email to a friend about {}.
+Create a one-week plan to learn more about {}.
+Write a poem about {}.
+What questions would you ask an expert on {}?
+Describe {} step by step.
+Why does {} matter today?
+Draft an outline for a talk about {}.
+List ten interesting facts about {}.
+Write a dialogue between two people about {}.
+How would you describe {} to someone who has never heard of it?
+What does the future of {} look like?
+Write a persuasive paragraph about {}.
+What should a beginner know about {}?
+Write a product review related to {}.
+Imagine you are a journalist and write a news report about {}.
+Give pros and cons of {} in a table.
+"""
 
 
 def chat(data: Path, rng: random.Random) -> list[str]:
     """Open questions: user-written ones and every template with random topics."""
-    out = [json.loads(x) for f in ("en_100_text", "prompt_lottery_en_250_text") for x in _lines(data, f"open_assistant/{f}.jsonl")]
+    files = ("open_assistant/en_100_text.jsonl", "open_assistant/prompt_lottery_en_250_text.jsonl")
+    out = [json.loads(line) for file in files for line in _lines(data, file)]
     for name in ("seed_tasks", "user_oriented_instructions"):
         for row in map(json.loads, _lines(data, f"self_instruct/{name}.jsonl")):
             given = row["instances"][0]["input"]
             out.append(row["instruction"] + (f"\n\n{given}" if given else ""))
-    pairs = [(t, topic.strip()) for t in TEMPLATES for topic in TOPICS]
+    topics = " ".join(TOPICS.split()).split("; ")
+    pairs = [(template, topic) for template in TEMPLATES.strip().split("\n") for topic in topics]
     return out + [t.format(topic) for t, topic in rng.sample(pairs, 1400)]
 
 

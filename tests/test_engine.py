@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from toys import ScriptDrafter, ToyTarget, oracle
 
 from hyflash.core import Request, Result, SamplingParams
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import AdaptiveLength, FixedLength
 from hyflash.errors import UserError
+from toys import ScriptDrafter, ToyTarget, oracle
 
 CHAIN = [5, 6, 7, 2, 9, 10]
 
@@ -120,7 +120,9 @@ def test_text_does_not_depend_on_draft_quality_or_length(wrong_at: int | None, p
     want = run(ToyTarget(random_table(1)), None, [4, 5], max_tokens=60, **params).token_ids
     for k in (1, 2, 4, 8, 16):
         target = ToyTarget(random_table(1))
-        got = run(target, ScriptDrafter(oracle(target, wrong_at=wrong_at), target.info), [4, 5], k=k, max_tokens=60, **params)
+        got = run(
+            target, ScriptDrafter(oracle(target, wrong_at=wrong_at), target.info), [4, 5], k=k, max_tokens=60, **params
+        )
         assert got.token_ids == want
 
 
@@ -136,7 +138,11 @@ def test_a_batch_row_equals_the_row_alone_with_ragged_lengths_and_mixed_settings
     ]
     target = ToyTarget(random_table(2))
     together = Engine(
-        target, ScriptDrafter(oracle(target, wrong_at=2), target.info), policy=FixedLength(5), max_rows=4, prefill_chunk=3
+        target,
+        ScriptDrafter(oracle(target, wrong_at=2), target.info),
+        policy=FixedLength(5),
+        max_rows=4,
+        prefill_chunk=3,
     ).generate(requests)
     for request, result in zip(requests, together, strict=True):
         assert result.token_ids == Engine(ToyTarget(random_table(2))).generate([request])[0].token_ids
@@ -148,7 +154,9 @@ def test_the_drafter_gets_each_committed_token_once_with_its_own_features() -> N
     drafter = ScriptDrafter(oracle(target, wrong_at=3), target.info)
     prompt = [4, 5, 6, 7, 8]
     engine = Engine(target, drafter, policy=FixedLength(6), prefill_chunk=2)
-    result = engine.generate([Request(prompt_ids=tuple(prompt), params=SamplingParams(max_tokens=30, ignore_eos=True))])[0]
+    result = engine.generate(
+        [Request(prompt_ids=tuple(prompt), params=SamplingParams(max_tokens=30, ignore_eos=True))]
+    )[0]
     seen = [t for c in drafter.commits for t in c.tokens[0, : c.lengths[0]].tolist()]
     assert seen == [*prompt, *result.token_ids][:-1]
     verdicts = [c.verdict for c in drafter.commits if c.verdict is not None]
@@ -281,10 +289,10 @@ def test_bad_requests_are_refused_with_a_reason(prompt: tuple[int, ...], params:
 @pytest.mark.parametrize(
     "values",
     [
-        {"max_tokens": 0}, {"max_tokens": -1}, {"min_tokens": 300}, {"temperature": -0.1}, {"temperature": float("nan")},
-        {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
-        {"repetition_penalty": 0.0}, {"presence_penalty": float("nan")}, {"logprobs": 21}, {"seed": -1}, {"stop": ("",)},
-        {"logit_bias": {1: float("inf")}}, {"max_tokens": True},
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": True}, {"min_tokens": 300}, {"temperature": -0.1},
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1},
+        {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"presence_penalty": float("nan")}, {"logprobs": 21},
+        {"seed": -1}, {"stop": ("",)}, {"logit_bias": {1: float("inf")}},
     ],
     ids=str,
 )  # fmt: skip

@@ -42,14 +42,14 @@ class Reference:
             {},
             {"temperature": 0.9, "top_p": 0.9, "seed": 7},
             {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "logit_bias": {9: 0.5}, "logprobs": 2},
-            {"stop": (first.text[17:19], first.text[20:23]), "min_tokens": 12},
+            {"stop": (first.text[14:16], first.text[17:19]), "min_tokens": 9},
         ]
         self.plain = [self._plain(p, s) for p, s in zip(prompts, settings, strict=True)]
         self.requests = [self._request(p, s) for p, s in zip(prompts, settings, strict=True)]
         assert self.plain[3].finish_reason == "stop"
 
     def _request(self, prompt: tuple[int, ...], settings: dict[str, Any]) -> Request:
-        return Request(prompt_ids=prompt, params=SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **settings}))
+        return Request(prompt_ids=prompt, params=SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **settings}))
 
     def _plain(self, prompt: tuple[int, ...], settings: dict[str, Any]) -> Result:
         return self.engine(None).generate([self._request(prompt, settings)])[0]
@@ -90,7 +90,7 @@ def test_text_is_that_of_plain_decoding(model: str, kind: str, reference: Any) -
     drafter = tiny_drafter(spec, known.target.hooks(), **options)
     helped = HalfRight(drafter, known.texts(), seed=turn)
     engine = known.engine(
-        helped, policy=FixedLength(15), prefill_chunk=(1, 5, 512)[turn % 3], max_rows=(4, 2)[turn % 2]
+        helped, policy=FixedLength(15), prefill_chunk=(4, 9, 512)[turn % 3], max_rows=(4, 2)[turn % 2]
     )
     mixed = [  # every row of the batch drafts at a width of its own
         Request(prompt_ids=r.prompt_ids, params=r.params, num_draft_tokens=WIDTHS[(turn + i) % 5] - 1)
@@ -104,13 +104,11 @@ def test_text_is_that_of_plain_decoding(model: str, kind: str, reference: Any) -
     assert_same(engine.generate([known.requests[alone]]), [known.plain[alone]])
 
 
-@pytest.mark.parametrize("kind", ["lookup", "hyflash-delta"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("model", ["llama", "gemma2", "llama-recheck"])
-def test_every_width_gives_the_same_text(model: str, width: int, kind: str, reference: Any) -> None:
+@pytest.mark.parametrize("model", ["gemma2", "llama-recheck"])
+def test_every_width_gives_the_same_text(model: str, width: int, reference: Any) -> None:
     known: Reference = reference(model)
-    spec, options = KINDS[kind]
-    helped = HalfRight(tiny_drafter(spec, known.target.hooks(), **options), known.texts(), seed=width)
+    helped = HalfRight(tiny_drafter("hyflash", known.target.hooks()), known.texts(), seed=width)
     for requests, plain in ((known.requests, known.plain), (known.requests[1:2], known.plain[1:2])):
         results = known.engine(helped, policy=FixedLength(width - 1)).generate(requests)
         assert_same(results, plain)
@@ -154,7 +152,7 @@ def test_streamed_events_add_up_to_the_result(reference: Any) -> None:
         events = list(known.engine(helped, policy=FixedLength(7)).stream(request))
         assert sum((e.token_ids for e in events), ()) == plain.token_ids
         assert "".join(e.text for e in events) == plain.text
-        assert sum((e.logprobs for e in events), ())[:1] == plain.logprobs[:1] or plain.logprobs
+        assert [p.token_id for e in events for p in e.logprobs] == [p.token_id for p in plain.logprobs]
         assert [e.finish_reason for e in events[:-1]] == [None] * (len(events) - 1)
         assert events[-1].finish_reason == plain.finish_reason
 

@@ -1,11 +1,12 @@
 """Toy target and scripted drafters for engine tests: exact, instant, no model.
 
-`ToyTarget(rows)` maps the last token to a row of logits, so its text is a walk in a table. `ScriptDrafter` proposes what
-a function of the committed text says.
+`ToyTarget(rows)` maps the last token to a row of logits, so its text is a walk in a table. `ScriptDrafter` proposes
+what a function of the committed text says.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class ToyTarget(Target):
         table = torch.full((vocab_size, vocab_size), -4.0)
         for token in range(vocab_size):
             table[token, (token + 1) % vocab_size] = 4.0
-        for token, following in zip(chain, chain[1:], strict=False):
+        for token, following in itertools.pairwise(chain):
             table[token] = -4.0
             table[token, following] = 4.0
         return cls(table, **options)

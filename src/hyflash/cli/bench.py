@@ -67,24 +67,21 @@ def bench(
       hyflash bench --costs
     """
     flags.check_words(dtype=dtype, exact=exact, length=length or "adaptive")
-    if acceptance_only and length == "adaptive":
-        raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
-    if costs and (drafter or prompts or acceptance_only or against):
-        raise UserError("--costs measures the target alone; leave -d, --prompts, --acceptance-only, --against out.")
-    if not costs and (not drafter or "none" in drafter):
-        raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
-    if len(set(drafter or ())) != len(drafter or ()):
-        raise UserError("a drafter is named twice; name each once.")
+    _check(
+        drafter or [],
+        costs=costs,
+        runs=bool(drafter or prompts or acceptance_only or against),
+        adaptive_replay=acceptance_only and length == "adaptive",
+    )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     contexts = [flags.parse_tokens(text) for text in context.split(",")] if context else [None]
     if out is not None:
         _check_writable(out)
+
+    from hyflash import api
     from hyflash.bench import compare
 
     earlier = compare.last_object(against) if against is not None else None
-
-    from hyflash import api
-
     loaded = api.load_target(target, dtype=dtype, num_threads=threads)
     if costs:
         table = _costs(loaded, contexts)
@@ -115,14 +112,31 @@ def bench(
         if earlier is not None:
             table["against"] = {"unequal": compare.unequal(earlier, table), "changes": compare.changes(earlier, table)}
         report.warn([] if json else notes)
+    _print(table, out=out, json=json)
+
+
+def _print(table: dict[str, Any], *, out: Path | None, json: bool) -> None:
     if out is not None:
-        _append(out, table)
+        with out.open("a", encoding="utf-8") as file:
+            file.write(jsonlib.dumps(table, ensure_ascii=False) + "\n")
     if json:
         report.print_json(table)
-    else:
-        from hyflash.cli.tables import print_costs, print_rows
+        return
+    from hyflash.cli.tables import print_costs, print_rows
 
-        (print_costs if costs else print_rows)(table)
+    (print_costs if "costs" in table else print_rows)(table)
+
+
+def _check(drafters: Sequence[str], *, costs: bool, runs: bool, adaptive_replay: bool) -> None:
+    """Refuse options that do not go together. Raises UserError."""
+    if adaptive_replay:
+        raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
+    if costs and runs:
+        raise UserError("--costs measures the target alone; leave -d, --prompts, --acceptance-only, --against out.")
+    if not costs and (not drafters or "none" in drafters):
+        raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
+    if len(set(drafters)) != len(drafters):
+        raise UserError("a drafter is named twice; name each once.")
 
 
 def _workloads(
@@ -274,8 +288,3 @@ def _check_writable(path: Path) -> None:
             pass
     except OSError as err:
         raise UserError(f"cannot write to {path} ({err.strerror}); choose another file for --out.") from err
-
-
-def _append(path: Path, table: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(jsonlib.dumps(table, ensure_ascii=False) + "\n")

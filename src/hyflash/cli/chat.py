@@ -5,17 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hyflash import hub
 from hyflash.cli import flags, report
 from hyflash.cli.generate import stream
+from hyflash.cli.session import Session, open_session
 from hyflash.core import Request, SamplingParams
 from hyflash.errors import UserError
-
-if TYPE_CHECKING:
-    from hyflash.engine.decode import Engine
-    from hyflash.text import Tokenizer
 
 HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."
 
@@ -83,43 +79,34 @@ def chat(
     if system is not None:
         flags.check_text("the system message", system)
 
-    from hyflash import api
-
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
-    made = api.load_drafter(spec, loaded, options=option or ())
-    engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
-    warnings = [
-        *flags.idle_options(params, seed_given=seed is not None),
-        *api.drafter_warnings(spec, loaded, thinking=thinking),
-    ]
-    report.warn([] if json else warnings)
-    report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)
-    talk(
-        engine,
-        loaded.tokenizer,
-        params,
-        system=system,
+    session = open_session(
+        target,
+        spec,
+        options=option or (),
+        dtype=dtype,
+        threads=threads,
+        length=length,
+        num_draft_tokens=num_draft_tokens,
+        exact=exact,
         thinking=thinking,
-        names=(target, spec),
-        json=json,
-        quiet=quiet,
-        warnings=warnings,
     )
+    session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
+    report.warn([] if json else session.warnings)
+    report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)
+    talk(session, params, system=system, thinking=thinking, json=json, quiet=quiet)
 
 
 def talk(
-    engine: Engine,
-    tokenizer: Tokenizer,
+    session: Session,
     params: SamplingParams,
     *,
     system: str | None,
     thinking: bool | None,
-    names: tuple[str, str],
     json: bool,
     quiet: bool,
-    warnings: list[str],
 ) -> None:
     """Answer turn after turn until the input ends. A turn that cannot be served is said and leaves the talk going."""
+    tokenizer, engine = session.loaded.tokenizer, session.engine
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     tokenizer.chat([*opening, {"role": "user", "content": "Hello"}], thinking)  # a template that cannot fails here
@@ -154,10 +141,11 @@ def talk(
             continue
         messages = [*turn, {"role": "assistant", "content": result.text}]
         if json:
-            report.print_json(
-                report.result_fields(result, engine, target=names[0], drafter=names[1], warnings=warnings)
+            fields = report.result_fields(
+                result, engine, target=session.target, drafter=session.drafter, warnings=session.warnings
             )
-        report.say(report.summary(result, drafter=names[1]), quiet=quiet)
+            report.print_json(fields)
+        report.say(report.summary(result, drafter=session.drafter), quiet=quiet)
 
 
 def _lines() -> Iterator[str]:

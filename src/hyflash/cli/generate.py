@@ -11,6 +11,7 @@ import typer
 
 from hyflash import hub
 from hyflash.cli import flags, report
+from hyflash.cli.session import Session, open_session, plain_engine
 from hyflash.core import Event, Request, Result, SamplingParams
 from hyflash.errors import UserError
 
@@ -88,29 +89,51 @@ def generate(
         raise UserError("--logprobs are printed with --json only; add --json.")
     text = flags.read_prompt(prompt)
 
-    from hyflash import api
-
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
-    made = api.load_drafter(spec, loaded, options=option or ())
-    engine = api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1)
-    ids = prompt_ids(loaded.tokenizer, text, raw=raw, system=system, thinking=thinking)
+    session = open_session(
+        target,
+        spec,
+        options=option or (),
+        dtype=dtype,
+        threads=threads,
+        length=length,
+        num_draft_tokens=num_draft_tokens,
+        exact=exact,
+        thinking=thinking,
+    )
+    ids = prompt_ids(session.loaded.tokenizer, text, raw=raw, system=system, thinking=thinking)
+    session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
+    session.warnings.extend(_no_room(session, len(ids), max_tokens))
+    plain = plain_engine(session, exact=exact) if compare else None
     request = Request(prompt_ids=tuple(ids), params=params)
-    warnings = [
-        *flags.idle_options(params, seed_given=seed is not None),
-        *api.drafter_warnings(spec, loaded, thinking=thinking),
-    ]
-    room = loaded.model.info.max_context - len(ids)
-    if max_tokens > room > 0:
-        warnings.append(f"only {room} of {max_tokens} new tokens fit the context of {loaded.name}")
-    plain = api.make_engine(loaded, None, exact=exact, max_rows=1) if compare else None
-    results, plains = run(engine, plain, request, None if json else report.piece)
+    results, plains = run(session.engine, plain, request, None if json else report.piece)
+    _tell(session, plain, results, plains, json=json, quiet=quiet)
 
+
+def _no_room(session: Session, num_prompt_tokens: int, max_tokens: int) -> list[str]:
+    room = session.loaded.model.info.max_context - num_prompt_tokens
+    if max_tokens <= room or room < 1:  # no room at all is an error of the engine
+        return []
+    return [f"only {room} of {max_tokens} new tokens fit the context of {session.target}"]
+
+
+def _tell(
+    session: Session,
+    plain: Engine | None,
+    results: Sequence[Result],
+    plains: Sequence[Result],
+    *,
+    json: bool,
+    quiet: bool,
+) -> None:
+    """The JSON object on stdout, or warnings, and the summary lines on stderr."""
     first = results[0]
-    fields = report.result_fields(first, engine, target=target, drafter=spec, warnings=warnings)
-    lines = [report.summary(first, drafter=spec)]
+    fields = report.result_fields(
+        first, session.engine, target=session.target, drafter=session.drafter, warnings=session.warnings
+    )
+    lines = [report.summary(first, drafter=session.drafter)]
     if plain is not None:
         fields["tokens_per_sec"], plain_speed = _speed(results), _speed(plains)
-        fields["plain"] = report.result_fields(plains[0], plain, target=target, drafter="none")
+        fields["plain"] = report.result_fields(plains[0], plain, target=session.target, drafter="none")
         fields["plain"]["tokens_per_sec"] = plain_speed
         fields["speedup"] = round(fields["tokens_per_sec"] / plain_speed, 4) if plain_speed else None
         fields["identical"] = first.token_ids == plains[0].token_ids and first.text == plains[0].text

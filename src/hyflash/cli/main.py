@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except typer.Exit as stop:
         return stop.exit_code
+    except SystemExit as stop:  # typer's own way out when the reader goes away
+        return stop.code if isinstance(stop.code, int) else 1
     except BrokenPipeError:
         # The reader went away (`| head`): nothing more to say, and the interpreter must not flush again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
