@@ -34,6 +34,8 @@ PROBE_TOKENS = 64
 PROBE_DRAFT_TOKENS = 5
 LOWEST_SHARE = 0.6
 """A probe below this share of the card's gain over plain decoding (tau - 1) is a failure: about 3 standard errors."""
+LOW_TAU = 1.1
+"""Below this a drafter that fits is still of no use."""
 NUM_MASKS = 6
 
 
@@ -114,7 +116,7 @@ def _load(spec: str, target: Target, diagnosis: Diagnosis) -> Drafter | None:
         drafter = checkpoint.load(spec, target.hooks())
     except UserError as err:
         diagnosis.add("load", "fail", str(err))
-        diagnosis.likely_cause = "the drafter does not load: " + str(err)
+        diagnosis.likely_cause = "it does not load: missing, damaged, or made for a target of other sizes"
         return None
     diagnosis.add("load", "ok", "loads, every tensor has its shape")
     return drafter.eval()
@@ -295,6 +297,8 @@ def _judge(diagnosis: Diagnosis, drafter: Drafter, better: str | None) -> None:
         diagnosis.add("probe", "fail", f"{found}; clearly better with a change: {better}")
     elif probe.num_accepted == probe.num_drafted:
         diagnosis.add("probe", "warn", f"{found}; every draft was accepted, so this probe tells little")
+    elif probe.tau < LOW_TAU:
+        diagnosis.add("probe", "warn", f"{found}; too few drafts are accepted to make decoding faster")
     else:
         diagnosis.add("probe", "ok", found)
     if diagnosis.healthy or diagnosis.likely_cause is not None:

@@ -70,7 +70,7 @@ def bench(
     _check(
         drafter or [],
         costs=costs,
-        runs=bool(drafter or prompts or acceptance_only or against),
+        runs=bool(drafter or prompts or limit or num_draft_tokens or length or acceptance_only or against),
         adaptive_replay=acceptance_only and length == "adaptive",
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -109,19 +109,22 @@ def bench(
         )
         notes += [text for spec in drafter or [] for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
         table["warnings"] = notes
-        if earlier is not None:
-            table["against"] = {"unequal": compare.unequal(earlier, table), "changes": compare.changes(earlier, table)}
-        report.warn([] if json else notes)
-    _print(table, out=out, json=json)
+    _print(table, earlier, out=out, json=json)
 
 
-def _print(table: dict[str, Any], *, out: Path | None, json: bool) -> None:
+def _print(table: dict[str, Any], earlier: dict[str, Any] | None, *, out: Path | None, json: bool) -> None:
+    """Compare with an earlier run, keep the object in `out`, and show it."""
+    if earlier is not None:
+        from hyflash.bench import compare
+
+        table["against"] = {"unequal": compare.unequal(earlier, table), "changes": compare.changes(earlier, table)}
     if out is not None:
         with out.open("a", encoding="utf-8") as file:
             file.write(jsonlib.dumps(table, ensure_ascii=False) + "\n")
     if json:
         report.print_json(table)
         return
+    report.warn(table.get("warnings", []))
     from hyflash.cli.tables import print_costs, print_rows
 
     (print_costs if "costs" in table else print_rows)(table)
@@ -132,7 +135,9 @@ def _check(drafters: Sequence[str], *, costs: bool, runs: bool, adaptive_replay:
     if adaptive_replay:
         raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
     if costs and runs:
-        raise UserError("--costs measures the target alone; leave -d, --prompts, --acceptance-only, --against out.")
+        raise UserError(
+            "--costs measures the target alone; leave options of runs (-d, --prompts, --limit, --length …) out."
+        )
     if not costs and (not drafters or "none" in drafters):
         raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
     if len(set(drafters)) != len(drafters):

@@ -40,7 +40,7 @@ def print_rows(table: dict[str, Any]) -> None:
     for row in table["differences"]:
         low, high = row["interval"]
         console.print(
-            f"{row['domain']} {row['context'] or ''}: {row['drafter']} - {row['against']} = "
+            f"{_place(row)}: {row['drafter']} - {row['against']} = "
             f"{row['tau_difference']:+.3f} tokens per round (95 %: {low:+.3f} to {high:+.3f})"
         )
     for row in table["results"]:
@@ -88,7 +88,8 @@ def _means(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         groups.setdefault((row["drafter"], row["context"]), []).append(row["tau"])
     return [
-        f"mean of {len(taus)} domains {context or ''}: {drafter} tau {sum(taus) / len(taus):.3f}".replace(" :", ":")
+        f"{_place({'domain': f'mean of {len(taus)} domains', 'context': context})}: {drafter} tau "
+        f"{sum(taus) / len(taus):.3f}"
         for (drafter, context), taus in groups.items()
         if len(taus) > 1
     ]
@@ -98,6 +99,10 @@ def _console() -> Console:
     """On a pipe a table must not be squeezed to 80 columns."""
     console = Console(soft_wrap=False, highlight=False, markup=False)
     return console if console.is_terminal else Console(width=200, highlight=False, markup=False)
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"{row['domain']} at {row['context']} tokens" if row["context"] else str(row["domain"])
 
 
 def _number(value: float | None, form: str) -> str:
