@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW, "layer_types": _MIXED},
     ),
-    "phi": ("PhiForCausalLM", "PhiConfig", {"partial_rotary_factor": 0.5}),
+    "phi": ("PhiForCausalLM", "PhiConfig", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "phi3": ("Phi3ForCausalLM", "Phi3Config", {"sliding_window": WINDOW}),
 }
 

@@ -266,6 +266,25 @@ def test_min_tokens_masks_stop_tokens_in_greedy_and_sampled_text() -> None:
         assert len(result.token_ids) >= 6
 
 
+@pytest.mark.parametrize(
+    ("params", "want"),
+    [
+        ({"repetition_penalty": 1.5}, (7, 8)),
+        ({"presence_penalty": 0.6}, (7, 8)),
+        ({"frequency_penalty": 0.3}, (7, 7, 8)),
+    ],
+    ids=str,
+)
+def test_penalties_count_the_tokens_of_the_same_block(params: dict[str, float], want: tuple[int, ...]) -> None:
+    table = torch.zeros(16, 16)
+    table[:, 7], table[:, 8] = 3.0, 2.5
+    target = ToyTarget(table, eos=())
+    drafter = ScriptDrafter(lambda text, n: [7, 7, 7], target.info)
+    request = Request(prompt_ids=(5,), params=SamplingParams(max_tokens=len(want), **params))  # type: ignore[arg-type]
+    for policy in (FixedLength(0), FixedLength(3)):
+        assert Engine(target, drafter, policy=policy).generate([request])[0].token_ids == want
+
+
 def test_logprobs_are_of_the_processed_distribution_and_sum_to_one() -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(1))
     choice = pick(logits, temperature=0.7, logprobs=12)
