@@ -415,7 +415,7 @@ def test_the_better_of_two_block_drafters_is_run_alone() -> None:
 
 def test_limits_come_from_the_parts() -> None:
     drafter = Composite([("a", Fake(limit=3, positions=90)), ("b", Fake(limit=7)), ("c", Fake(positions=70))])
-    assert (drafter.max_draft_tokens, drafter.max_positions) == (7, 70)
+    assert (drafter.max_draft_tokens, drafter.max_positions) == (7, None)
     assert Composite([("a", Fake()), ("b", lookup())]).max_positions is None
 
 

@@ -61,9 +61,9 @@ def oracle(path: Path, ids: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         layer.register_forward_hook(keep(index))
     with torch.no_grad():
         out = model(ids[None], output_hidden_states=True)
-    for index in range(LAYERS - 1):  # transformers' own list; its last entry is after the final norm
+    for index in range(len(seen) - 1):  # transformers' own list; its last entry is after the final norm
         assert torch.equal(out.hidden_states[index + 1][0], seen[index])
-    return out.logits[0], {**seen, LAYERS: out.hidden_states[-1][0]}
+    return out.logits[0], {**seen, len(seen): out.hidden_states[-1][0]}
 
 
 def test_logits_and_features_are_those_of_transformers(path: Path, target: hf.HFTarget) -> None:
@@ -417,6 +417,30 @@ def test_models_with_recurrent_layers_are_refused(tmp_path: Path) -> None:
     )  # fmt: skip
     transformers.Qwen3NextForCausalLM(hybrid).save_pretrained(tmp_path / "hybrid")
     assert "linear_attention cannot roll back" in refusal(tmp_path / "hybrid")
+
+
+def test_decoders_whose_attention_is_not_ours_to_replace_are_refused(tmp_path: Path) -> None:
+    sinks = transformers.GptOssConfig(**SMALL, num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    transformers.GptOssForCausalLM(sinks).save_pretrained(tmp_path / "sinks")
+    assert "attention uses sinks" in refusal(tmp_path / "sinks")
+    own = transformers.FalconConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    transformers.FalconForCausalLM(own).save_pretrained(tmp_path / "own")
+    assert "attention cannot be replaced" in refusal(tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        ("Granite", {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}),
+        ("Cohere", {"logit_scale": 0.25}),
+    ],
+)
+def test_scaled_embeddings_and_logits_are_honoured(name: str, scales: dict[str, float], tmp_path: Path) -> None:
+    config = getattr(transformers, f"{name}Config")(**SMALL, num_key_value_heads=2, initializer_range=0.3, **scales)
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    target, ids = hf.load(str(tmp_path)), text(20)
+    seq = target.open()
+    torch.testing.assert_close(feed(target, seq, ids, [20]).logits, oracle(tmp_path, ids)[0], atol=1e-4, rtol=1e-4)
 
 
 def test_layers_with_a_hidden_recurrence_are_found_by_feeding_a_text_in_pieces(llama: hf.HFTarget) -> None:

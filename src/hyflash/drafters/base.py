@@ -63,7 +63,7 @@ class Drafter(nn.Module, ABC):
     max_draft_tokens: int = 0
     """Most tokens one proposal can hold."""
     max_positions: int | None = None
-    """Longest context (anchor position + drafts) it can serve; None is no limit."""
+    """Longest context (anchor position + drafts) it can serve; None is no limit. `propose` keeps to it as well."""
 
     def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
         super().__init__()

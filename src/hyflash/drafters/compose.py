@@ -96,8 +96,9 @@ class Composite(Drafter):
         self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
-        limits = [d.max_positions for d in self._drafters if d.max_positions is not None]
-        self.max_positions = min(limits) if limits else None
+        # A part past its own limit proposes nothing, so the others may go on.
+        limits = [d.max_positions for d in self._drafters]
+        self.max_positions = None if None in limits else max(n for n in limits if n is not None)
 
     def new_state(self, num_rows: int) -> ComposedState:
         """Empty rows in every part."""

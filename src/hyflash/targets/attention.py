@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hyflash.cache import BUCKET_TOKENS, SlotCache, round_up
-from hyflash.errors import HyflashError
+from hyflash.errors import UserError
 
 NAME = "ragged_slots"
 """The name under which transformers knows this attention (one with "flash" in it would mean flash-attn there)."""
@@ -108,7 +108,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention for transformers: query (1, H, N, K), key/value (1, G, N, K) -> output (1, N, H, K)."""
     if hyflash_plan is None or s_aux is not None:
-        raise HyflashError("this model's attention does not pass on what hyflash needs, or uses attention sinks.")
+        raise UserError(
+            "this model's attention uses sinks or does not pass on what hyflash needs; "
+            "expected a family such as Llama, Qwen, Gemma, Phi or Mistral."
+        )
     plan, layer = hyflash_plan, int(module.layer_idx)  # type: ignore[arg-type]
     rows = query[0].transpose(0, 1)  # (N, H, K)
     plan.cache.append(layer, plan.slots, plan.positions, key[0].transpose(0, 1), value[0].transpose(0, 1))

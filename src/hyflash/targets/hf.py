@@ -46,6 +46,10 @@ def load(path: str, *, dtype: str = "float32", num_threads: int | None = None) -
         raise
     except Exception as err:  # transformers and safetensors raise errors of every kind for files they cannot use
         first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        if NAME in first:
+            first = (
+                "this family's attention cannot be replaced; expected one such as Llama, Qwen, Gemma, Phi or Mistral."
+            )
         raise UserError(f"cannot load target {path!r}: {first}") from err
     return HFTarget(model, name=Path(path).name, fingerprint=fingerprint(path))
 
@@ -62,7 +66,8 @@ class HFTarget(Target):
         self._lm_head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self._embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._logit_scale = float(getattr(config, "logit_scale", None) or 1.0)
+        scale, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+        self._logit_scale = float(scale or 1.0) / float(divisor or 1.0)  # Cohere's name, and Granite's
         self.info = _info(model, config, name, fingerprint)
         self.cache = SlotCache(self.info.num_layers)
         self._wanted: dict[int, Tensor] = {}
