@@ -18,7 +18,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	$(BIN)/hyflash pull smollm2-135m
 	$(BIN)/hyflash generate --compare -n 200 "A train leaves the station at 9 am and travels 60 miles per hour for 3 hours, then 40 miles per hour for 2 hours. How far does it travel in all? Explain step by step."
-	$(BIN)/hyflash bench --prompts demo --limit 6 -n 128
+	$(BIN)/hyflash bench --prompts demo --limit 2 -n 128
 
 test: setup
 	$(BIN)/pytest
