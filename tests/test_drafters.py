@@ -61,8 +61,8 @@ def anchors_of(batch: TrainBatch, upto: tuple[int, ...] = UPTO) -> list[int]:
 # -------------------------------------------------------------------------------------- engine
 
 PROMPTS = [text(n, seed=n) for n in (1, 9, 30, 4)]
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=16, ignore_eos=True, temperature=0.9, top_p=0.9, seed=5)
 
 
 @pytest.fixture(scope="module", params=[GREEDY, SAMPLED], ids=["greedy", "sampled"])
