@@ -319,7 +319,6 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["generate", "hi", "extra"], ["extra"]),
         (["generate", "hi", "--temprature", "1"], ["--temprature"]),
         (["generte", "hi"], ["generte"]),
-        (["bench"], ["-d"]),
         (["bench", "-d", "none"], ["none"]),
         (["bench", "-d", "lookup", "-d", "lookup"], ["twice"]),
         (["bench", "-d", "lookup", "--context", "2q"], ["2q"]),

@@ -73,6 +73,7 @@ def bench(
         runs=bool(drafter or prompts or limit or num_draft_tokens or length or acceptance_only or against),
         adaptive_replay=acceptance_only and length == "adaptive",
     )
+    specs = drafter or [hub.default_drafter(target)]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     contexts = [flags.parse_tokens(text) for text in context.split(",")] if context else [None]
     if out is not None:
@@ -97,7 +98,7 @@ def bench(
         )
         table = _compare(
             loaded,
-            drafter or [],
+            specs,
             workloads,
             params,
             length=length or ("fixed" if acceptance_only else "adaptive"),
@@ -107,7 +108,7 @@ def bench(
             settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking, "dtype": dtype},
             quiet=quiet,
         )
-        notes += [text for spec in drafter or [] for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
+        notes += [text for spec in specs for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
         table["warnings"] = notes
     _print(table, earlier, out=out, json=json)
 
@@ -138,8 +139,8 @@ def _check(drafters: Sequence[str], *, costs: bool, runs: bool, adaptive_replay:
         raise UserError(
             "--costs measures the target alone; leave options of runs (-d, --prompts, --limit, --length …) out."
         )
-    if not costs and (not drafters or "none" in drafters):
-        raise UserError("bench compares drafters with plain decoding; name at least one with -d (and not none).")
+    if "none" in drafters:
+        raise UserError("bench compares drafters with plain decoding, and one of them is none; leave it out.")
     if len(set(drafters)) != len(drafters):
         raise UserError("a drafter is named twice; name each once.")
 
