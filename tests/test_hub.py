@@ -295,5 +295,15 @@ def test_cache_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tm
     assert hub.cache_dir() == Path.home() / ".cache" / "hyflash"
 
 
+def test_the_shipped_drafter_goes_by_name_whatever_directory_it_lies_in() -> None:
+    spec = hub.default_drafter(hub.DEFAULT_TARGET)
+    assert spec == "lookup+smollm2-135m-hyflash"
+    for part in (hub.drafter_parts(spec)[1], "hyflash:smollm2-135m-hyflash"):
+        folder = hub.checkpoint_dir(part)
+        assert folder is not None
+        assert (folder / "model.safetensors").stat().st_size <= 25 * 2**20
+    assert hub.shipped("smollm2-135m") is None
+
+
 def test_default_drafter_is_lookup_where_nothing_ships() -> None:
     assert hub.default_drafter("some/model") == "lookup"

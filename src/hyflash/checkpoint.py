@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hyflash import drafters
+from hyflash import drafters, hub
 from hyflash.core import TargetHooks, TargetInfo
 from hyflash.drafters import zlab
 from hyflash.drafters.base import Drafter
@@ -60,8 +60,9 @@ def save(
 def load(spec: str, hooks: TargetHooks) -> Drafter:
     """The drafter that `spec` names, ready to serve. Raises UserError.
 
-    `NAME` is a method with its default options; `CHECKPOINT` a directory; `NAME:CHECKPOINT` reads the directory
-    into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path with a "+" stands alone.
+    `NAME` is a method with its default options; `CHECKPOINT` a directory or the name of a shipped drafter;
+    `NAME:CHECKPOINT` reads it into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path
+    with a "+" stands alone.
     """
     specs = [spec] if Path(spec).expanduser().is_dir() else spec.split("+")
     parts = [_load_one(part.strip(), hooks) for part in specs]
@@ -182,6 +183,8 @@ def _parse(spec: str) -> tuple[str, Path | None]:
     head, colon, tail = spec.partition(":")
     if colon and head in known:
         return head, _directory(tail)
+    if (shipped := hub.shipped(spec)) is not None:
+        return "", shipped
     if spec and (Path(spec).expanduser().is_dir() or "/" in spec or os.sep in spec or spec.startswith(".")):
         return "", _directory(spec)
     raise UserError(
@@ -191,7 +194,7 @@ def _parse(spec: str) -> tuple[str, Path | None]:
 
 
 def _directory(text: str) -> Path:
-    path = Path(text).expanduser()
+    path = hub.shipped(text) or Path(text).expanduser()
     if not text or not path.is_dir():
         raise UserError(f"{text or '(nothing)'}: no such directory; expected a drafter's checkpoint.")
     return path

@@ -92,10 +92,9 @@ def resolve_target(spec: str, *, report: Progress | None = None) -> str:
     )
 
 
-def shipped_drafter(target: str) -> Path | None:
-    """The drafter checkpoint that ships for this target name, or None."""
-    name = _SHIPPED.get(target)
-    if name is None:
+def shipped(name: str) -> Path | None:
+    """The directory of a drafter that ships with hyflash, by its name; None for any other name."""
+    if name not in _SHIPPED.values():
         return None
     package = Path(__file__).parent
     for parent in (package / "checkpoints", package.parents[1] / "checkpoints"):
@@ -105,9 +104,12 @@ def shipped_drafter(target: str) -> Path | None:
 
 
 def default_drafter(target: str) -> str:
-    """What runs when no drafter is named: lookup with the shipped drafter where there is one, else lookup."""
-    shipped = shipped_drafter(target)
-    return f"lookup+{shipped}" if shipped else "lookup"
+    """What runs when no drafter is named: lookup with the shipped drafter where there is one, else lookup.
+
+    It goes by name, not by path: a path with a "+" in it could not be part of a composition.
+    """
+    name = _SHIPPED.get(target)
+    return f"lookup+{name}" if name is not None and shipped(name) else "lookup"
 
 
 def drafter_parts(spec: str) -> list[str]:
@@ -116,10 +118,12 @@ def drafter_parts(spec: str) -> list[str]:
 
 
 def checkpoint_dir(part: str) -> Path | None:
-    """The directory in `CHECKPOINT` or `NAME:CHECKPOINT`, None for a bare name."""
+    """The directory in `CHECKPOINT` or `NAME:CHECKPOINT`, None for a method's bare name."""
     for text in (part, part.partition(":")[2]):
         if text and (Path(text).expanduser() / "config.json").is_file():
             return Path(text).expanduser()
+        if (path := shipped(text)) is not None:
+            return path
     return None
 
 
