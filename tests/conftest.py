@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+os.environ["OMP_NUM_THREADS"] = "1"  # comparing with a subprocess bit for bit needs equal thread counts
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from hyflash.cli.main import calm_libraries
