@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from hyflash.bench.workloads import Workload
 
 
+# Options that say something about a cost measurement; every other one is of runs.
+_COSTS_OPTIONS = {"target", "context", "costs", "dtype", "threads", "out", "json", "quiet"}
+
+
 def bench(
+    ctx: typer.Context,
     *,
     target: flags.Target = hub.DEFAULT_TARGET,
     drafter: Annotated[
@@ -69,8 +74,7 @@ def bench(
     flags.check_words(dtype=dtype, exact=exact, length=length or "adaptive")
     _check(
         drafter or [],
-        costs=costs,
-        runs=bool(drafter or prompts or limit or num_draft_tokens or length or acceptance_only or against),
+        of_runs=flags.given(ctx, without=_COSTS_OPTIONS) if costs else [],
         adaptive_replay=acceptance_only and length == "adaptive",
     )
     specs = drafter or [hub.default_drafter(target)]
@@ -131,14 +135,12 @@ def _print(table: dict[str, Any], earlier: dict[str, Any] | None, *, out: Path |
     (print_costs if "costs" in table else print_rows)(table)
 
 
-def _check(drafters: Sequence[str], *, costs: bool, runs: bool, adaptive_replay: bool) -> None:
+def _check(drafters: Sequence[str], *, of_runs: Sequence[str], adaptive_replay: bool) -> None:
     """Refuse options that do not go together. Raises UserError."""
     if adaptive_replay:
         raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
-    if costs and runs:
-        raise UserError(
-            "--costs measures the target alone; leave options of runs (-d, --prompts, --limit, --length …) out."
-        )
+    if of_runs:
+        raise UserError(f"--costs measures the target alone; leave {', '.join(of_runs)} out.")
     if "none" in drafters:
         raise UserError("bench compares drafters with plain decoding, and one of them is none; leave it out.")
     if len(set(drafters)) != len(drafters):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated
 
 import typer
@@ -129,6 +129,16 @@ def idle_options(params: SamplingParams, *, seed_given: bool) -> list[str]:
         ("--min-p", params.min_p != 0.0),
     ]
     return [f"{name} has no effect at temperature 0 (greedy)" for name, given in idle if given]
+
+
+def given(ctx: typer.Context, *, without: Collection[str]) -> list[str]:
+    """The options that stand on the command line, by their long names, except the parameters in `without`."""
+    sources = {param: ctx.get_parameter_source(param.name or "") for param in ctx.command.params}
+    return [
+        max(param.opts, key=len)
+        for param, source in sources.items()
+        if param.name not in without and source is not None and source.name == "COMMANDLINE"
+    ]
 
 
 def read_prompt(prompt: str | None) -> str:
