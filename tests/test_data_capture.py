@@ -225,19 +225,50 @@ def test_no_answers_and_duplicate_ids_are_refused(tmp_path: Path) -> None:
         write_shards(FakeTarget(), make_answers(1) * 2, tmp_path, taps=TAPS)
 
 
+def test_an_answer_that_does_not_fit_is_refused_before_any_is_captured(tmp_path: Path) -> None:
+    answers = [*make_answers(3), Answer(id="z", prompt_ids=(1,), answer_ids=(2,) * 40)]
+    target = FakeTarget(max_context=40)
+    for begin in (
+        partial(write_shards, target, answers, tmp_path / "s", shard_tokens=8),
+        partial(LiveSource, target, answers),
+    ):
+        with pytest.raises(UserError, match="answer z: 41 tokens do not fit"):
+            begin(taps=TAPS)
+    assert target.widths == []
+    assert not (tmp_path / "s").exists()
+
+
 def test_bad_answer_rows_are_counted_not_fatal(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     good = {"id": "a", "prompt_ids": [1], "answer_ids": [2, 3], "domain": "code", "finish_reason": "stop"}
     rows = [good, good, {**good, "id": "b", "answer_ids": []}, {**good, "id": "c", "prompt_ids": [1, -2]}, ["list"]]
+    rows += [{**good, "id": "half \ud800"}, {**good, "id": "d", "domain": "\ud800"}]
     text = "\n".join(json.dumps(r) for r in rows) + '\n\n{"id": "d", "prompt_ids": [1], "answ'
     path.write_text(text)
     (tmp_path / "answers.jsonl.meta.json").write_text('{"template": "chatml"}')
     found = read_answers(path)
     assert found.answers == [Answer(id="a", prompt_ids=(1,), answer_ids=(2, 3), domain="code")]
-    assert (found.num_bad, found.num_duplicates) == (4, 1)
+    assert (found.num_bad, found.num_duplicates) == (6, 1)
     assert found.meta == {"template": "chatml"}
     path.write_text("{}\n")
     with pytest.raises(UserError, match=r"no usable answer \(1 bad rows\)"):
         read_answers(path)
     with pytest.raises(UserError, match="cannot be read"):
         read_answers(tmp_path / "nothing.jsonl")
+
+
+def test_a_manifest_without_its_facts_is_refused(captured: Path) -> None:
+    manifest = json.loads((captured / "manifest.json").read_text())
+    for changes in ({"shards": None}, {"shards": [{"file": "x"}]}, {"taps": 3}, {"num_examples": "4"}, {"meta": []}):
+        (captured / "manifest.json").write_text(json.dumps({**manifest, **changes}))
+        with pytest.raises(UserError, match="is damaged"):
+            ShardReader(captured)
+    (captured / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not readable JSON"):
+        ShardReader(captured)
+
+
+def test_what_a_killed_capture_left_is_swept_up(tmp_path: Path) -> None:
+    (tmp_path / ".shard-00000.safetensors.tmp7").write_bytes(b"half")
+    write_shards(FakeTarget(), make_answers(2), tmp_path, taps=TAPS)
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]

@@ -184,3 +184,25 @@ def test_hub_datasets_are_read_by_name_and_split(monkeypatch: pytest.MonkeyPatch
     assert [p.domain for p in prompts] == ["name"]
     with pytest.raises(UserError, match="cannot be loaded"):
         load_prompts(["owner/absent"])
+
+
+def test_rows_no_parser_or_tokenizer_can_take_are_bad_not_fatal(tmp_path: Path) -> None:
+    rows = ['{"prompt": "half \\ud800"}', "[" * 100_000, '{"prompt": ' + "1" * 5000 + "}", '{"prompt": "whole"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    found = load_prompts([tmp_path / "a.jsonl"])
+    assert [p.messages[0]["content"] for p in found.prompts] == ["whole"]
+    assert found.num_bad == 3
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x", "domain": "\\udfff"}')
+    assert load_prompts([tmp_path / "b.jsonl"]).prompts[0].domain == "b"
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="JSON list"):
+        load_prompts([tmp_path / "deep.json"])
+
+
+def test_a_gz_file_with_flipped_bytes_is_one_sentence(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(bytes(range(256)).hex().encode()))
+    packed[20] ^= 255
+    packed[21] ^= 255
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_prompts([tmp_path / "a.jsonl.gz"])

@@ -65,6 +65,10 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         (with_value("train", "max_sec", 9.0), r"exactly one of steps and max_sec, found steps and max_sec"),
         (with_value("train", "steps", 0), r"exactly one of steps and max_sec, found none"),
         (with_value("train", "lr", -1.0), r"lr is -1.0"),
+        (with_value("train", "lr", float("inf")), r"lr is inf"),
+        (with_value("train", "lr", float("nan")), r"lr is nan"),
+        (with_value("train", "seed", 2**64), r"seed is"),
+        (with_value("target", "num_threads", 10**9), r"num_threads is 1000000000"),
         (with_value("train", "precision", "fp8"), r"precision is 'fp8'"),
         (with_value("data", "answers", "a.jsonl"), r"exactly one of shards and answers"),
         ({**TABLES, "trian": {}}, r"unknown table 'trian'. Did you mean 'train'"),
@@ -85,6 +89,12 @@ def test_files_that_are_no_recipes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[train\n")
     with pytest.raises(UserError, match="not valid TOML"):
         load_recipe(tmp_path / "bad.toml")
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 100_000)
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_recipe(tmp_path / "deep.toml")
+    (tmp_path / "good.toml").write_text("")
+    with pytest.raises(UserError, match="steps is '1111"):
+        load_recipe(tmp_path / "good.toml", ["target.name=x", "train.steps=" + "1" * 5000])
 
 
 def test_changes_name_key_and_both_values() -> None:
@@ -225,7 +235,7 @@ def test_the_metrics_file_rewinds_and_survives_a_cut_line(tmp_path: Path) -> Non
     for step in (1, 2, 3):
         file.append({"kind": "train", "step": step})
     with file.path.open("a") as f:
-        f.write('{"kind": "tra')
+        f.write('3\n{"kind": "train"}\n{"kind": "tra')
     file.rewind(2)
     assert [r["step"] for r in file.read()] == [1, 2]
     file.rewind(None)

@@ -349,6 +349,16 @@ def test_shards_of_another_target_are_refused(shards: Path, tmp_path: Path) -> N
         trainer.train(recipe(shards), FakeTarget(fingerprint="other"), out_dir=tmp_path, quiet=True)
 
 
+def test_a_state_of_other_things_is_named(shards: Path, tmp_path: Path) -> None:
+    go(recipe(shards, save_every=3), tmp_path)
+    path = step_dirs(tmp_path)[-1] / "state.json"
+    state = json.loads(path.read_text())
+    for key in ("recipe", "groups", "step"):
+        path.write_text(json.dumps({**state, key: None}))
+        with pytest.raises(UserError, match="step-000006: is damaged"):
+            go(recipe(shards, save_every=3), tmp_path, resume=True)
+
+
 @pytest.mark.parametrize("name", ["weights.safetensors", "training.pt", "state.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_still_works(shards: Path, tmp_path: Path, name: str) -> None:
     go(recipe(shards, save_every=3), tmp_path)
@@ -421,6 +431,12 @@ def test_what_a_kill_left_is_cleaned_up(tmp_path: Path) -> None:
     (tmp_path / ".metrics.jsonl.tmp7").write_text("x")
     recover(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "gone"]
+    for name in (".bashrc.old", ".notes.tmpl"):  # a run may stand in somebody's home
+        (tmp_path / name).write_text(name)
+    recover(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".bashrc.old", ".notes.tmpl", "best", "gone"]
+    for name in (".bashrc.old", ".notes.tmpl"):
+        (tmp_path / name).unlink()
     assert (tmp_path / "best" / "file").read_text() == "best"
 
     def fail_half_way() -> None:

@@ -18,7 +18,7 @@ from hyflash.errors import UserError, nearest
 class Options(BaseModel):
     """Frozen options; unknown keys are an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], *, where: str) -> Self:
@@ -55,7 +55,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
         raise UserError(f"option {text!r} is not of the form key=value.")
     try:
         value = json.loads(raw)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         value = raw
     return key.strip(), value
 

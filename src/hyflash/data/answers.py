@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hyflash.data.disk import read_json
+from hyflash.data.prompts import is_text
 from hyflash.errors import UserError
 
 
@@ -74,12 +75,12 @@ def read_answers(path: str | Path) -> AnswerFile:
 def _parse(line: bytes) -> Answer | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not row["id"]:
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not row["id"] or not is_text(row["id"]):
         return None
     prompt, answer, domain = _token_ids(row.get("prompt_ids")), _token_ids(row.get("answer_ids")), row.get("domain", "")
-    if not prompt or not answer or not isinstance(domain, str):
+    if not prompt or not answer or not isinstance(domain, str) or not is_text(domain):
         return None
     return Answer(id=row["id"], prompt_ids=prompt, answer_ids=answer, domain=domain)
 

@@ -102,18 +102,7 @@ def capture(
 @torch.no_grad()
 def _capture_pack(target: Target, pack: list[Answer], taps: tuple[int, ...], batch_tokens: int) -> list[Example]:
     """One forward for a pack; pieces of `batch_tokens` when a single long sequence is the pack."""
-    for answer in pack:
-        largest = max(max(answer.prompt_ids), max(answer.answer_ids))
-        if largest >= target.info.vocab_size:
-            raise UserError(
-                f"answer {answer.id}: token {largest} is outside the vocabulary of {target.info.name}, "
-                f"{target.info.vocab_size} tokens; the answers are of another target."
-            )
-        if answer.num_tokens > target.info.max_context:
-            raise UserError(
-                f"answer {answer.id}: {answer.num_tokens} tokens do not fit the context of {target.info.name}, "
-                f"{target.info.max_context} tokens; regenerate with a smaller max_tokens or drop the row."
-            )
+    check_fit(target, pack)
     seqs = [target.open() for _ in pack]
     try:
         flat = torch.tensor([t for a in pack for t in (*a.prompt_ids, *a.answer_ids)], dtype=torch.int64)
@@ -130,6 +119,22 @@ def _capture_pack(target: Target, pack: list[Answer], taps: tuple[int, ...], bat
             target.close(seq)
     rows = torch.split(torch.cat(pieces), [a.num_tokens for a in pack])
     return [_example(answer, features.clone()) for answer, features in zip(pack, rows, strict=True)]
+
+
+def check_fit(target: Target, answers: Iterable[Answer]) -> None:
+    """Refuse an answer that the target cannot read, before hours go into the others. Raises UserError."""
+    for answer in answers:
+        largest = max(max(answer.prompt_ids), max(answer.answer_ids))
+        if largest >= target.info.vocab_size:
+            raise UserError(
+                f"answer {answer.id}: token {largest} is outside the vocabulary of {target.info.name}, "
+                f"{target.info.vocab_size} tokens; the answers are of another target."
+            )
+        if answer.num_tokens > target.info.max_context:
+            raise UserError(
+                f"answer {answer.id}: {answer.num_tokens} tokens do not fit the context of {target.info.name}, "
+                f"{target.info.max_context} tokens; regenerate with a smaller max_tokens or drop the row."
+            )
 
 
 def to_half(features: Tensor) -> Tensor:
@@ -191,6 +196,7 @@ class LiveSource:
         batch_tokens: int = 4096,
     ) -> None:
         check_own_answers(target, meta or {})
+        check_fit(target, answers)
         self._target = target
         self._answers = {a.id: a for a in answers}
         self._taps = tuple(taps)

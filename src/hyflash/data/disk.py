@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from safetensors import SafetensorError
 
 from hyflash.errors import UserError
 
+_LEFT = re.compile(r"\.(.+)\.(tmp|old)\d+")
+"""Names beside their own that `write_atomic` and `new_directory` use, and nobody's `.bashrc.old`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -58,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError as err:
         raise UserError(f"{path}: no such file.") from err
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise UserError(f"{path}: is not readable JSON ({err}); it is damaged or not ours.") from err
     if not isinstance(value, dict):
         raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}.")
@@ -67,17 +70,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def recover(parent: Path) -> None:
     """Clean up after a killed `write_atomic` or `new_directory` in `parent`; call it when no other run writes there."""
-    for temp in parent.glob(".*.tmp*"):
-        if temp.is_dir():
-            shutil.rmtree(temp, ignore_errors=True)
+    left = [(path, match) for path in parent.iterdir() if (match := _LEFT.fullmatch(path.name))]
+    for path, match in left:
+        if match[2] == "old" and not (parent / match[1]).exists():  # killed between the two renames
+            path.replace(parent / match[1])
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
         else:
-            temp.unlink(missing_ok=True)
-    for old in parent.glob(".*.old*"):
-        name = old.name[1:].rpartition(".old")[0]
-        if (parent / name).exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:  # killed between the two renames
-            old.replace(parent / name)
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import hashlib
 import json
 import random
 import unicodedata
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,9 +85,8 @@ def load_prompts(
                 continue
             seen.add(key)
             own = row.get("domain") if isinstance(row, Mapping) else None
-            kept.append(
-                Prompt(id=prompt_id(messages), messages=messages, domain=own if isinstance(own, str) else fallback)
-            )
+            own = own if isinstance(own, str) and is_text(own) else fallback
+            kept.append(Prompt(id=prompt_id(messages), messages=messages, domain=own))
     if not kept:
         names = ", ".join(str(s) for s in sources) or "no source"
         raise UserError(
@@ -136,6 +136,16 @@ def text_key(messages: Messages) -> str:
 
 def messages_of(row: Any) -> Messages | None:
     """Messages of a row, ending with its last user turn; None when the row holds no prompt."""
+    messages = _any_messages(row)
+    return messages if messages and all(is_text(m["content"]) for m in messages) else None
+
+
+def is_text(value: str) -> bool:
+    """Whether it is Unicode text: JSON can spell half a surrogate pair, which no tokenizer or file takes."""
+    return not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _any_messages(row: Any) -> Messages | None:
     if isinstance(row, str):
         return _user(row)
     if not isinstance(row, Mapping):
@@ -210,7 +220,7 @@ def _file_rows(path: Path) -> Iterator[Any]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.name.endswith(".gz") else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as err:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as err:
         raise UserError(
             f"{path}: cannot be read as UTF-8 text ({err}); expected a whole .jsonl or .json file."
         ) from err
@@ -231,7 +241,7 @@ def _file_rows(path: Path) -> Iterator[Any]:
 def _json_or_none(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also numbers of thousands of digits, and brackets without end
         return None
 
 

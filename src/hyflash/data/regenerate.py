@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from hyflash.core import Request, SamplingParams
 from hyflash.data.answers import read_answers
-from hyflash.data.disk import clear_disk_errors, write_json
+from hyflash.data.disk import clear_disk_errors, read_json, write_json
 from hyflash.data.prompts import Prompt
 from hyflash.engine.decode import Engine
 from hyflash.errors import UserError
@@ -46,6 +46,8 @@ class Progress:
     num_skipped: int
     num_tokens: int
     tokens_per_sec: float
+    first_error: str = ""
+    """Why the first prompt that counts as an error could not be served."""
 
 
 def regenerate(
@@ -63,12 +65,11 @@ def regenerate(
     A prompt that cannot be served (too long, refused by the template) counts as an error and is left out. Raises
     UserError when `out` belongs to another target or other settings, and when the disk is full.
     """
-    _check_meta(out, target, sampling)
-    done = {a.id for a in read_answers(out).answers} if out.exists() else set()
-    _end_with_newline(out)
+    done = _begin(out, target, sampling)
     todo = [p for p in prompts if p.id not in done]
     engine = Engine(target, max_rows=batch, exact="off", tokenizer=None)
     counts: Counter[str] = Counter(skipped=len(prompts) - len(todo))
+    complaints: list[str] = []
     began = time.perf_counter()
 
     def report() -> Progress:
@@ -76,30 +77,30 @@ def regenerate(
         return Progress(
             num_prompts=len(prompts),
             num_success=counts["success"],
-            num_errors=counts["error"],
+            num_errors=len(complaints),
             num_skipped=counts["skipped"],
             num_tokens=counts["tokens"],
             tokens_per_sec=counts["tokens"] / elapsed,
+            first_error=complaints[0] if complaints else "",
         )
 
     waiting = iter(todo)
     running: dict[int, tuple[Prompt, SamplingParams]] = {}
-    out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as sink:
         while True:
             while len(running) < batch and (prompt := next(waiting, None)) is not None:
                 try:
                     request = _request(prompt, tokenizer, sampling)
                     running[engine.submit(request)] = (prompt, request.params)
-                except UserError:
-                    counts["error"] += 1
+                except UserError as err:
+                    complaints.append(str(err))
             if not running:
                 break
             for request_id in {e.request_id for e in engine.step() if e.finish_reason is not None}:
                 prompt, params = running.pop(request_id)
                 result = engine.result(request_id)
                 if result.error is not None:
-                    counts["error"] += 1
+                    complaints.append(result.error)
                     continue
                 row = {
                     "id": prompt.id,
@@ -142,29 +143,42 @@ def _meta(target: Target, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _check_meta(out: Path, target: Target, sampling: Sampling) -> None:
-    """Write the side file, or compare with the one of the run that is being resumed."""
-    path = Path(f"{out}.meta.json")
-    mine = _meta(target, sampling)
-    if path.exists():
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in mine.items():
-            if theirs.get(key) != value:
-                raise UserError(
-                    f"{out} was begun with {key} {theirs.get(key)!r}, now it is {value!r}; "
-                    "use the same settings or another file."
-                )
-    else:
-        write_json(path, mine)
+def _begin(out: Path, target: Target, sampling: Sampling) -> set[str]:
+    """Ids that `out` holds already, once it is sure to be ours: its side file is compared, or written."""
+    side, mine = Path(f"{out}.meta.json"), _meta(target, sampling)
+    begun = side.exists()
+    theirs = read_json(side) if begun else mine
+    for key, value in mine.items():
+        if theirs.get(key) != value:
+            raise UserError(
+                f"{out} was begun with {key} {theirs.get(key)!r}, now it is {value!r}; "
+                "use the same settings or another file."
+            )
+    if begun and out.is_file():
+        _end_with_newline(out)  # first of all: a writer may have been killed before it had one whole line
+    done = {a.id for a in read_answers(out).answers} if out.exists() and out.stat().st_size else set()
+    if not begun:
+        with clear_disk_errors(side, "nothing was written"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_json(side, mine)
+        if done:
+            _end_with_newline(out)
+    return done
 
 
 def _end_with_newline(path: Path) -> None:
-    """Cut a line that a killed writer left unfinished, so that the next one starts clean."""
-    if path.exists() and path.stat().st_size:
-        data = path.read_bytes()
-        if not data.endswith(b"\n"):
-            with path.open("r+b") as f:
-                f.truncate(data.rfind(b"\n") + 1)
+    """Cut a line that a killed writer left unfinished, and end a whole one, so that the next one starts clean."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        begin = data.rfind(b"\n") + 1
+        with path.open("r+b") as f:
+            try:
+                json.loads(data[begin:])
+            except (ValueError, RecursionError):
+                f.truncate(begin)
+            else:
+                f.seek(0, 2)
+                f.write(b"\n")
 
 
 def _write_line(sink: IO[str], row: dict[str, Any], path: Path) -> None:

@@ -23,14 +23,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hyflash.data.answers import Answer
-from hyflash.data.capture import Example, SourceInfo, capture, check_own_answers, source_info
-from hyflash.data.disk import clear_disk_errors, read_json, write_atomic, write_json
+from hyflash.data.capture import Example, SourceInfo, capture, check_fit, check_own_answers, source_info
+from hyflash.data.disk import clear_disk_errors, read_json, recover, write_atomic, write_json
 from hyflash.errors import UserError
 from hyflash.targets.base import Target
 
 FORMAT = "hyflash-shards"
 VERSION = 1
 MANIFEST = "manifest.json"
+_FACTS: Mapping[str, type] = {
+    **dict.fromkeys(("target_name", "target_fingerprint", "data_hash"), str),
+    **dict.fromkeys(("hidden_size", "num_examples", "num_tokens", "num_label_tokens"), int),
+    "taps": list,
+    "shards": list,
+    "meta": dict,
+}
+_ENTRY: Mapping[str, type] = {"file": str, "sha256": str, "bytes": int, "num_examples": int, "num_tokens": int}
 
 
 def plan_shards(answers: Sequence[Answer], shard_tokens: int) -> list[list[Answer]]:
@@ -69,6 +77,7 @@ def write_shards(
         raise UserError("there is no answer to capture; expected at least one.")
     if len({a.id for a in answers}) != len(answers):
         raise UserError("answers have duplicate ids; expected each id once.")
+    check_fit(target, answers)
     info = source_info(target, answers, taps=tuple(taps))
     header = _header(info, shard_tokens, dict(meta or {}))
     path = directory / MANIFEST
@@ -76,6 +85,7 @@ def write_shards(
     plan = plan_shards(answers, shard_tokens)
     with clear_disk_errors(directory, "nothing was written"):
         directory.mkdir(parents=True, exist_ok=True)
+        recover(directory)
     done = sum(s["num_tokens"] for s in manifest["shards"])
     for index in range(len(manifest["shards"]), len(plan)):
         examples = list(capture(target, plan[index], taps=taps, batch_tokens=batch_tokens))
@@ -131,7 +141,13 @@ def _checked_manifest(path: Path) -> dict[str, Any]:
             f"{path}: expected format {FORMAT} version {VERSION}, "
             f"found {manifest.get('format')!r} version {manifest.get('version')!r}; capture again."
         )
+    if not _has(manifest, _FACTS) or not all(_has(entry, _ENTRY) for entry in manifest["shards"]):
+        raise UserError(f"{path}: is damaged, facts are missing; delete the directory and capture again.")
     return manifest
+
+
+def _has(value: Any, kinds: Mapping[str, type]) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def _pack(examples: list[Example]) -> bytes:

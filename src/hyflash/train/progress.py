@@ -39,11 +39,13 @@ class MetricsFile:
     def read(self) -> list[dict[str, Any]]:
         """All whole records, in order."""
         records = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+        for line in self.path.read_bytes().split(b"\n") if self.path.exists() else []:
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError:
+                record = json.loads(line)
+            except ValueError:
                 continue
+            if isinstance(record, dict) and record.keys() >= {"kind", "step"}:
+                records.append(record)
         return records
 
 

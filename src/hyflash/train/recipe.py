@@ -29,7 +29,7 @@ class TargetTable(Options):
 
     name: str = Field(description="model name, directory, .gguf file or hub name")
     dtype: str = Field("float32", description="weights' dtype while training")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; none leaves torch's choice")
+    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none leaves torch's choice")
 
 
 class DataTable(AnchorOptions):
@@ -61,7 +61,7 @@ class TrainTable(Options):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="autocast of forward and loss; auto times both and takes the faster"
     )
-    seed: int = Field(0, ge=0, description="seeds weights, order, crops, anchors and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="seeds weights, order, crops, anchors and dropout")
     start_tokens: int = Field(40_000, ge=1, description="tokens the closed-form start is fitted on, where configured")
     eval_every: int = Field(200, ge=1, description="steps between evaluations")
     eval_at_start: bool = Field(True, description="evaluate before the first step too")
@@ -97,7 +97,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as err:
         raise UserError(f"{path}: cannot be read ({err.strerror or err}); expected a recipe in TOML.") from err
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+    except (ValueError, RecursionError) as err:  # TOMLDecodeError and UnicodeDecodeError among them
         raise UserError(f"{path}: is not valid TOML: {err}.") from err
     return parse_recipe(apply_overrides(tables, overrides), where=str(path))
 

@@ -85,6 +85,8 @@ def load_state(path: Path, expected: RunState, *, drafter: nn.Module, optimizer:
         state = RunState(**values)
     except TypeError as err:
         raise UserError(f"{path}: was written by another version ({err}); start a new run.") from err
+    if not (isinstance(state.recipe, dict) and isinstance(state.groups, dict) and isinstance(state.step, int)):
+        raise UserError(f"{path}: is damaged (state.json holds other things); delete it to resume the one before.")
     _compare(path, state, expected)
     try:
         weights: dict[str, Tensor] = load_file(path / "weights.safetensors")
