@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from hyflash.core import Request, Result, SamplingParams
+from hyflash.core import Request, Result, Rows, SamplingParams, TargetOutput
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import AdaptiveLength, FixedLength
 from hyflash.errors import UserError
@@ -184,6 +184,45 @@ def test_near_ties_are_decided_at_width_one_when_rows_are_not_invariant() -> Non
         assert fast.generate([request])[0].token_ids != want
         assert fast.exactness == "off"
         assert fast.counters["near_ties"] > 0
+
+
+class Remembering(ToyTarget):
+    """Tokens that shared a forward leave keys and values that are off a little: all later rows feel it."""
+
+    def forward(self, rows: Rows) -> TargetOutput:
+        wide: dict[int, list[bool]] = self.__dict__.setdefault("wide", {})
+        for seq, n in zip(rows.seqs, rows.lengths, strict=True):
+            kept = wide.get(seq, [])[: len(self.cached[seq])]
+            wide[seq] = kept + [len(rows.tokens) > 1] * n
+        self.noise = lambda _width, _position: 2e-4 * any(any(wide[seq]) for seq in rows.seqs)
+        return super().forward(rows)
+
+
+def test_near_ties_are_decided_on_a_cache_that_was_filled_at_width_one() -> None:
+    def target() -> Remembering:
+        table = random_table(6)
+        table[::2, 0] = table[::2].max(-1).values - 1e-4  # token 0 is a near tie after every other token
+        made = Remembering(table, eos=())
+        made.exactness, made.epsilon = "recheck", 1e-3
+        return made
+
+    requests = [Request(prompt_ids=(t,), params=SamplingParams(max_tokens=30)) for t in (4, 7, 9)]
+    want = [Engine(target()).generate([r])[0].token_ids for r in requests]
+    assert [r.token_ids for r in Engine(target()).generate(requests)] == want
+    for k in (1, 3, 7):
+        toy = target()
+        engine = Engine(toy, ScriptDrafter(oracle(toy), toy.info), policy=FixedLength(k))
+        assert [engine.generate([r])[0].token_ids for r in requests] == want
+        assert [r.token_ids for r in engine.generate(requests)] == want
+        assert 0 < engine.counters["rechecks"] < 150, "rows that are no near ties are taken from the block"
+
+
+def test_costs_that_no_forward_can_have_are_refused() -> None:
+    for cost in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="costs above 0"):
+            AdaptiveLength({1: 1.0, 2: cost})
+    with pytest.raises(UserError, match="no entry for width 1"):
+        AdaptiveLength({2: 1.0})
 
 
 def test_nan_from_the_target_fails_that_request_only() -> None:

@@ -123,6 +123,23 @@ def test_the_model_with_variant_rows_is_rechecked(reference: Any) -> None:
     assert reference("llama").target.exactness == "invariant"
 
 
+def test_half_precision_texts_are_those_of_plain_decoding_without_company(tmp_path: Path) -> None:
+    """Keys and values of rows that shared a forward are off by a rounding, which decides ties: here they did."""
+    shape = {"hidden_size": 80, "intermediate_size": 208}
+    target = hf.load(str(family_dir(tmp_path, "llama", **shape)), dtype="bfloat16")
+    assert target.exactness == "recheck"
+    requests = [
+        Request(prompt_ids=tuple(text(n, seed=i).tolist()), params=SamplingParams(max_tokens=20, ignore_eos=True))
+        for i, n in enumerate((5, 12))
+    ]
+    plain = [Engine(target).generate([request])[0] for request in requests]
+    assert_same(Engine(target).generate(requests), plain)
+    texts = [[*r.prompt_ids, *r.token_ids] for r in plain]
+    helped = HalfRight(tiny_drafter("lookup", target.hooks()), texts, seed=3)
+    assert_same(Engine(target, helped, policy=FixedLength(7)).generate(requests), plain)
+    assert_same(Engine(target, helped, policy=FixedLength(2)).generate(requests[:1]), plain[:1])
+
+
 def test_the_length_policy_does_not_reach_the_text(reference: Any) -> None:
     known: Reference = reference("qwen3")
     helped = HalfRight(tiny_drafter("hyflash", known.target.hooks()), known.texts(), seed=1)

@@ -21,6 +21,7 @@ from transformers import (
 from hyflash.core import Request, SamplingParams
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
+from hyflash.errors import UserError
 from hyflash.sampling import Choice, adjust, choose, is_plain_greedy, uniform, warp
 from toys import ScriptDrafter, ToyTarget
 
@@ -369,3 +370,19 @@ def test_the_margin_is_what_it_takes_and_no_less() -> None:
     assert pick(torch.tensor([1.0, 1.0])).margin == 0.0
     kept, dropped = torch.tensor([2.0, 1.0]), torch.tensor([0.9, -1.0])
     assert pick(torch.cat((kept, dropped)), temperature=1.0, top_k=2).margin <= 0.05 + 1e-6
+
+
+# ------------------------------------------------------------------------------------- wrong settings
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 10**400}, {"temperature": float("nan")}, {"logit_bias": {0: -INF}}, {"logit_bias": {0.5: 1.0}},
+        {"stop": "END"}, {"stop": ("",)}, {"stop_token_ids": ("2",)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_would_be_misread_are_refused_by_name(params: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"^{next(iter(params))} is "):
+        SamplingParams(**params)

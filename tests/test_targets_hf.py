@@ -394,6 +394,27 @@ def test_a_truncated_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None
     assert "cannot load target" in refusal(weights.parent)
 
 
+def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:
+    """Beyond, one long row of a batch turned the frequencies of all others, and their texts with them."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 100}
+    path = family_dir(
+        tmp_path,
+        "phi3",
+        original_max_position_embeddings=100,
+        rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4},
+    )
+    target = hf.load(str(path))
+    assert target.info.max_context == 100
+    seq = target.open()
+    with pytest.raises(UserError, match="do not fit the context"):
+        feed(target, seq, text(101), [101])
+    ids = text(100)
+    got = feed(target, seq, ids, [90, 10]).logits
+    want, _ = oracle(path, ids)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+    target.close(seq)
+
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 
 
@@ -470,10 +491,11 @@ def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> No
     assert fingerprint("owner/name") == fingerprint("owner/name") != fingerprint("owner/other")
 
 
-def test_half_precision_loads_and_is_rechecked_or_invariant(tmp_path: Path) -> None:
+def test_half_precision_loads_and_is_rechecked(tmp_path: Path) -> None:
     target = hf.load(str(family_dir(tmp_path, "llama")), dtype="bfloat16")
     assert target.info.dtype == "bfloat16"
-    assert target.exactness in ("invariant", "recheck")
+    assert target.exactness == "recheck", "a short text without differences proves nothing at 8 bits"
+    assert target.epsilon > 0
     seq = target.open()
     out = feed(target, seq, text(9), [9], taps=(0, LAYERS))
     assert out.logits is not None

@@ -7,7 +7,7 @@ D model width, H/G query/KV heads, K head dim, S recurrent state width, V vocabu
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -52,8 +52,8 @@ class SamplingParams:
             if not ok:
                 raise UserError(f"{name} is {getattr(self, name)!r}; expected {want}.")
 
-        def real(x: float) -> bool:
-            return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+        def real(x: float) -> bool:  # isfinite() would raise at a whole number beyond float64
+            return isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= sys.float_info.max
 
         def whole(x: object) -> bool:
             return isinstance(x, int) and not isinstance(x, bool)
@@ -69,7 +69,10 @@ class SamplingParams:
         check(real(self.frequency_penalty), "frequency_penalty", "a finite number")
         check(self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 20), "logprobs", "0 to 20")
         check(whole(self.seed) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64-1")
+        # A lone string would pass as the sequence of its characters.
+        check(not isinstance(self.stop, str), "stop", "a tuple of strings")
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "strings that are not empty")
+        check(all(map(whole, self.stop_token_ids)), "stop_token_ids", "whole numbers")
         check(all(whole(k) and real(v) for k, v in self.logit_bias.items()), "logit_bias", "token id -> finite number")
 
 

@@ -147,7 +147,10 @@ class Engine:
         events = self._retire()
         self._admit()
         prefilling = [p for p in self._active if p.num_prefilled < len(p.request.prompt_ids) - 1]
-        if prefilling:
+        if prefilling and self.exactness == "recheck":  # a recheck asks for a prompt that was read without company
+            for p in prefilling:
+                self._prefill([p])
+        elif prefilling:
             self._prefill(prefilling)
         running = [p for p in self._active if p.num_prefilled == len(p.request.prompt_ids) - 1]
         if running:
@@ -200,6 +203,7 @@ class Engine:
         self._commit(prefilling, chunks, features, rows.lengths, verdict=None)
         for p, chunk in zip(prefilling, chunks, strict=True):
             p.num_prefilled += len(chunk)
+            p.num_alone += len(chunk)
             p.decode_start_sec = time.perf_counter()
 
     def _round(self, running: list[Progress]) -> list[Event]:
@@ -294,13 +298,19 @@ class Engine:
 
     def _verify(self, p: Progress, logits: Tensor, drafts: tuple[int, ...], *, width: int) -> tuple[int, int]:
         """Accepted and committed tokens of one request's block."""
-        start = p.position - 1
+        alone = width == 1
+        if self.exactness == "recheck":
+            alone = alone and p.num_alone == p.position - 1
+            p.num_alone += alone
 
-        def recheck(row: int) -> Tensor:
-            """Logits of the block's row at width 1."""
-            self.target.truncate(p.seq, start + row)
-            token = torch.tensor([p.anchor])
-            out = self.target.forward(Rows(tokens=token, seqs=(p.seq,), lengths=(1,)))
+        def recheck() -> Tensor:
+            """Logits after the anchor at width 1; near ties are decided on keys and values made at width 1 as well."""
+            text = (*p.request.prompt_ids, *p.token_ids)
+            first = p.num_alone if self.exactness == "recheck" else len(text) - 1
+            self.target.truncate(p.seq, first)
+            for token in text[first:]:
+                out = self.target.forward(Rows(tokens=torch.tensor([token]), seqs=(p.seq,), lengths=(1,)))
+            p.num_alone = len(text)
             assert out.logits is not None
             return out.logits[0]
 
@@ -309,7 +319,7 @@ class Engine:
             logits,
             drafts,
             epsilon=self._epsilon,
-            recheck=recheck if width > 1 else None,
+            recheck=None if alone else recheck,
             recheck_ties=self.exactness == "recheck",
         )
         self.counters["near_ties"] += outcome.num_near_ties

@@ -80,6 +80,8 @@ class AdaptiveLength(LengthPolicy):
     def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8) -> None:
         if 1 not in costs:
             raise UserError("the cost table has no entry for width 1.")
+        if not all(0 < cost < float("inf") for cost in costs.values()):
+            raise UserError(f"the cost table is {dict(costs)}; expected costs above 0.")
         self.max_draft_tokens = max_draft_tokens
         self._costs = dict(sorted(costs.items()))
         self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on

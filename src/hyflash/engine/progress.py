@@ -43,6 +43,8 @@ class Progress:
         self.row = -1
         self.seq = -1
         self.num_prefilled = 0
+        self.num_alone = 0
+        """Cached tokens whose keys and values are those of plain decoding without company (kept for rechecks)."""
         self.submitted_sec = time.perf_counter()
         self.decode_start_sec = self.first_token_sec = self.last_token_sec = 0.0
         self.draft_state_bytes = 0

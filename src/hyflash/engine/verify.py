@@ -33,12 +33,12 @@ def verify(
     drafts: Sequence[int],
     *,
     epsilon: float,
-    recheck: Callable[[int], Tensor] | None,
+    recheck: Callable[[], Tensor] | None,
     recheck_ties: bool,
 ) -> Outcome:
     """Commit the target's choices along the block: logits (len(drafts)+1, V) float32.
 
-    `recheck(i)` computes row i's logits anew at width 1; it is None where the row was alone already. The block then
+    `recheck()` computes the logits after the anchor anew at width 1; it is None where they are already. The block then
     ends there, since the rows behind it were forwarded beside others. A choice that a change of every logit by
     `epsilon` could turn is a near tie, rechecked with `recheck_ties`. Logits that are not finite, also alone (a draft
     behind them may be the cause), end the request with an error.
@@ -51,7 +51,7 @@ def verify(
         near_ties += near_tie
         ends_block = recheck is not None and (not choice.finite or (near_tie and recheck_ties))
         if recheck is not None and ends_block:
-            choice = _choose(progress, recheck(i))
+            choice = _choose(progress, recheck())
             rechecks += 1
         if not choice.finite:
             progress.finish("error", f"the target gave non-finite logits at position {progress.position}.")
