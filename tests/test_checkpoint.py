@@ -381,6 +381,10 @@ def test_layer_type_rules_of_foreign_windows(tmp_path: Path) -> None:
         ),
         ({"rms_norm_eps": None}, "rms_norm_eps is missing"),
         ({"rope_theta": None}, "rope_theta is None"),
+        ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; expected a table"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": 3}}, "target_layer_ids is 3"),
     ],
 )
 def test_foreign_settings_we_cannot_honour_are_refused_by_name(

@@ -73,6 +73,9 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
 
     block, layers, width = need("block_size"), need("num_hidden_layers"), need("hidden_size")
     heads, vocab = need("num_attention_heads"), need("vocab_size")
+    for key, value in (("num_hidden_layers", layers), ("hidden_size", width), ("num_attention_heads", heads)):
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
     if not isinstance(block, int) or block < 2:
         raise UserError(f"{where}: block_size is {block!r}; expected a whole number of at least 2.")
     for key, found, want in (
@@ -85,7 +88,8 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
         if found is not None and found != want:
             raise UserError(f"{where}: {key} is {found}; target {info.name!r} has {want}. Load the target it is for.")
     taps = _either(config, nested, "target_layer_ids", where)
-    if taps is not None and any(not isinstance(tap, int) or not 0 <= tap < info.num_layers - 1 for tap in taps):
+    listed = taps is None or isinstance(taps, list | tuple)
+    if not listed or any(not isinstance(tap, int) or not 0 <= tap < info.num_layers - 1 for tap in taps or ()):
         raise UserError(
             f"{where}: target_layer_ids is {taps}; expected layers from 0 to {info.num_layers - 2} (readers of the "
             "format disagree on whether the last layer's output is normed)."
@@ -203,6 +207,8 @@ def _rope_theta(config: Mapping[str, Any], where: str) -> float:
     """Rotary base from rope_theta or rope_parameters; scaled rotations are refused."""
     tables = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"{where}: {key} is {table!r}; expected a table.")
         kind = table.get("rope_type", table.get("type", "default"))
         if kind != "default" or table.get("partial_rotary_factor", 1) != 1:
             raise UserError(f"{where}: {key} is {dict(table)}, which we cannot honour (only plain rotary embedding).")
