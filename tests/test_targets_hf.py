@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -392,6 +393,45 @@ def test_a_truncated_or_incomplete_checkpoint_is_refused(tmp_path: Path) -> None
     assert "cannot load target" in refusal(weights.parent)
     (weights.parent / "config.json").write_text("{not json")
     assert "cannot load target" in refusal(weights.parent)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_not_filled_with_random_numbers(tmp_path: Path) -> None:
+    path = family_dir(tmp_path, "llama")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    said = refusal(path)
+    assert "lack 1 weights" in said
+    assert "model.layers.1.mlp.up_proj.weight" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers above 0"),
+        ({"num_hidden_layers": 5}, "lack"),
+        ({"num_attention_heads": 0}, "cannot load"),
+        ({"vocab_size": 90}, "other shapes"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings above 0"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"hidden_size": "wide"}, "expected int"),
+        ({"auto_map": {"AutoConfig": "code.Config"}, "model_type": "own"}, "custom code"),
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_its_weights_is_one_sentence(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    config = family_dir(tmp_path, "llama") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    assert words in refusal(config.parent)
+
+
+def test_an_end_token_beyond_the_vocabulary_never_comes_and_does_no_harm(tmp_path: Path) -> None:
+    config = family_dir(tmp_path, "llama") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token_id": 99999}))
+    (config.parent / "generation_config.json").unlink()
+    assert hf.load(str(config.parent)).info.eos_token_ids == ()
 
 
 def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def load(spec: str, hooks: TargetHooks) -> Drafter:
     `NAME:CHECKPOINT` reads it into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path
     with a "+" stands alone.
     """
-    specs = [spec] if Path(spec).expanduser().is_dir() else spec.split("+")
+    specs = [spec] if hub.user_path(spec).is_dir() else spec.split("+")
     parts = [_load_one(part.strip(), hooks) for part in specs]
     if len(parts) == 1:
         return parts[0].eval()
@@ -76,7 +76,7 @@ def load(spec: str, hooks: TargetHooks) -> Drafter:
 
 def read_card(directory: str | Path) -> dict[str, Any]:
     """The card of a checkpoint. Raises UserError if there is none."""
-    return _read_json(Path(directory).expanduser() / CARD, "a trained drafter has one")
+    return _read_json(hub.user_path(directory) / CARD, "a trained drafter has one")
 
 
 def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
@@ -84,7 +84,7 @@ def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
 
     Raises UserError when the two cannot work together at all.
     """
-    path = Path(directory).expanduser()
+    path = hub.user_path(directory)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     if "hyflash" not in config:
         zlab.read_config(config, info, where=str(path / CONFIG))
@@ -185,7 +185,7 @@ def _parse(spec: str) -> tuple[str, Path | None]:
         return head, _directory(tail)
     if (shipped := hub.shipped(spec)) is not None:
         return "", shipped
-    if spec and (Path(spec).expanduser().is_dir() or "/" in spec or os.sep in spec or spec.startswith(".")):
+    if spec and (hub.user_path(spec).is_dir() or "/" in spec or os.sep in spec or spec.startswith(".")):
         return "", _directory(spec)
     raise UserError(
         f"unknown drafter {spec!r}.{nearest(spec, known)} Expected a method ({', '.join(known)}), the directory of a "
@@ -194,7 +194,7 @@ def _parse(spec: str) -> tuple[str, Path | None]:
 
 
 def _directory(text: str) -> Path:
-    path = hub.shipped(text) or Path(text).expanduser()
+    path = hub.shipped(text) or hub.user_path(text)
     if not text or not path.is_dir():
         raise UserError(f"{text or '(nothing)'}: no such directory; expected a drafter's checkpoint.")
     return path
@@ -205,7 +205,7 @@ def _read_json(path: Path, expected: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise UserError(f"{path}: cannot be read ({err.strerror or err}); {expected}.") from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise UserError(f"{path}: is not valid JSON ({err}); the file is damaged.") from err
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}; expected a JSON object.")
@@ -252,7 +252,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     files = [WEIGHTS]
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
         shards = _read_json(path / INDEX, "expected the index of the shards").get("weight_map")
-        if not isinstance(shards, dict):
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise UserError(f"{path / INDEX}: has no weight_map; the file is damaged.")
         files = sorted(set(shards.values()))
     out: dict[str, Tensor] = {}
@@ -293,6 +293,8 @@ def _fill(drafter: Drafter, weights: Mapping[str, Tensor], *, where: str, option
 
 
 def _look(tensor: Tensor) -> str:
-    """Shape, and whether it holds whole numbers: what must agree between file and drafter."""
+    """Shape, and whether it holds whole or 8-bit numbers: what must agree between file and drafter."""
     kind = "" if tensor.is_floating_point() else " of whole numbers"
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        kind = f" of {tensor.dtype}"
     return f"{tuple(tensor.shape)}{kind}"

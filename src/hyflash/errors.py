@@ -21,6 +21,13 @@ class NonFiniteError(HyflashError):
     """The target (or a loss) produced NaN or infinity; the message names where."""
 
 
+def reason(err: Exception) -> str:
+    """The first line of what a library complains about, with the next one where the first only announces it."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    return f"{type(err).__name__} {text}".rstrip() if isinstance(err, LookupError) or not text else text
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the known name closest to `name`, or an empty string."""
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

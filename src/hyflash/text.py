@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyflash.errors import UserError
+from hyflash.errors import UserError, reason
 
 REPLACEMENT = "�"
 MAX_OPEN = 3
@@ -32,10 +32,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(str(path)), str(path))
+            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), str(path))
         except Exception as err:  # transformers raises many kinds here
-            first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-            raise UserError(f"no tokenizer could be loaded from {str(path)!r}: {first}") from err
+            raise UserError(f"no tokenizer could be loaded from {str(path)!r}: {reason(err)}") from err
 
     def encode(self, text: str) -> list[int]:
         """Ids of raw text, with the model's own leading special tokens."""

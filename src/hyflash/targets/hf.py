@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hyflash.cache import SlotCache
 from hyflash.core import Rows, TargetHooks, TargetInfo, TargetOutput
-from hyflash.errors import HyflashError, UserError
+from hyflash.errors import HyflashError, UserError, reason
 from hyflash.targets.attention import NAME, attend, make_plan
 from hyflash.targets.base import Exactness, Target
 from hyflash.targets.fingerprint import fingerprint
@@ -41,17 +41,31 @@ def load(path: str, *, dtype: str = "float32", num_threads: int | None = None) -
     if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
         raise UserError(f"target {path!r} is neither a directory nor a hub name of the form owner/name.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation=NAME)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path, dtype=DTYPES[dtype], attn_implementation=NAME, trust_remote_code=False, output_loading_info=True
+        )
     except MemoryError:
         raise
     except Exception as err:  # transformers and safetensors raise errors of every kind for files they cannot use
-        first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        first = reason(err)
+        if "ignore_mismatched_sizes" in first:
+            first = "its weights have other shapes than its config.json asks for."
         if NAME in first:
             first = (
                 "this family's attention cannot be replaced; expected one such as Llama, Qwen, Gemma, Phi or Mistral."
             )
         raise UserError(f"cannot load target {path!r}: {first}") from err
-    return HFTarget(model, name=Path(path).name, fingerprint=fingerprint(path))
+    if missing := sorted(loading["missing_keys"]):  # transformers would make numbers up
+        raise UserError(
+            f"cannot load target {path!r}: its files lack {len(missing)} weights of its config, {missing[0]} among "
+            "them; copy the whole model again."
+        )
+    try:
+        return HFTarget(model, name=Path(path).name, fingerprint=fingerprint(path))
+    except (HyflashError, MemoryError):
+        raise
+    except Exception as err:  # a config that loads and cannot run: no layers, no heads, no context ...
+        raise UserError(f"cannot run target {path!r}: {reason(err)} (is its config.json whole?).") from err
 
 
 class HFTarget(Target):
@@ -271,9 +285,9 @@ def _refuse_unsupported(model: nn.Module, config: Any, name: str) -> None:
             "expected a decoder such as Llama, Qwen, Gemma, Phi or Mistral."
         )
     facts = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "max_position_embeddings")
-    missing = [fact for fact in facts if not isinstance(getattr(config, fact, None), int)]
+    missing = [fact for fact in facts if not (isinstance(n := getattr(config, fact, None), int) and n > 0)]
     if missing:
-        raise UserError(f"{name}: the config of this {config.model_type} model has no {', '.join(missing)}.")
+        raise UserError(f"{name}: the config of this {config.model_type} model has no {', '.join(missing)} above 0.")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     bad = kinds - {"full_attention", "sliding_attention", "attention"}
     if bad:
@@ -305,7 +319,7 @@ def _info(model: nn.Module, config: Any, name: str, identity: str) -> TargetInfo
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
         max_context=_max_context(config),
-        eos_token_ids=tuple(sorted(set(eos))),
+        eos_token_ids=tuple(sorted({token for token in eos if 0 <= token < weight.shape[0]})),
         dtype=str(weight.dtype).removeprefix("torch."),
         device=str(weight.device),
     )
