@@ -363,3 +363,10 @@ def test_a_full_house_waits_and_rows_are_reused() -> None:
     engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=FixedLength(2), max_rows=1)
     results = engine.generate([Request(prompt_ids=(i,), params=SamplingParams(max_tokens=4)) for i in range(1, 4)])
     assert [r.token_ids[0] for r in results] == [2, 3, 4]
+
+
+def test_a_refused_request_takes_the_others_of_its_call_with_it() -> None:
+    engine = Engine(ToyTarget(random_table(1)))
+    with pytest.raises(UserError, match="empty"):
+        engine.generate([Request(prompt_ids=(1, 2)), Request(prompt_ids=())])
+    assert engine.num_unfinished == 0

@@ -323,6 +323,33 @@ def test_logits_that_are_not_finite_are_reported_not_sampled(bad: float, params:
     assert pick(torch.tensor([0.0, -INF, 1.0]), **params).finite
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"logit_bias": {2: 1e308}}, {2}),
+        ({"logit_bias": {0: -1e308, 1: -1e308}}, {2}),
+        ({"presence_penalty": -1e308}, {1}),
+        ({"frequency_penalty": 1e308}, {0, 2}),
+        ({"presence_penalty": 1e308, "frequency_penalty": -1e308}, {0, 1, 2}),
+        ({"repetition_penalty": 5e-324}, {0}),
+        ({"repetition_penalty": 1e308}, {0, 1, 2}),
+    ],
+    ids=str,
+)
+def test_numbers_beyond_float32_choose_a_token_and_give_finite_logprobs(
+    temperature: float, params: dict[str, Any], expected: set[int]
+) -> None:
+    params = {**params, "temperature": temperature, "logprobs": 3}
+    choice = choose(
+        torch.tensor([1.0, -1.0, 0.0]), SamplingParams(**params), position=4, prompt=[0], generated=[1, 1, 1]
+    )
+    assert choice.finite
+    assert choice.token_id in expected
+    assert choice.logprob is not None
+    assert all(math.isfinite(v) for v in (choice.logprob.logprob, *(v for _, v in choice.logprob.top)))
+
+
 @pytest.mark.parametrize(
     ("params", "plain"),
     [

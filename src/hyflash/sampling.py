@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hyflash.core import SamplingParams, TokenLogprob
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -69,9 +71,10 @@ def adjust(
         counts = Counter(generated)
         ids = torch.tensor(list(counts), dtype=torch.long)
         times = torch.tensor(list(counts.values()), dtype=torch.float32)
-        out[ids] -= params.presence_penalty + params.frequency_penalty * times
+        out[ids] -= (params.presence_penalty + params.frequency_penalty * times).nan_to_num(0.0)
     for token, bias in params.logit_bias.items():
         out[token] += bias
+    out.clamp_(-_LARGEST, _LARGEST)  # infinity has no place in a distribution
     if banned:
         out[torch.tensor(list(banned), dtype=torch.long)] = float("-inf")
     return out

@@ -117,8 +117,10 @@ class Engine:
 
     def generate(self, requests: Sequence[Request]) -> list[Result]:
         """Run requests to their end and return results in the same order."""
-        ids = [self.submit(r) for r in requests]
+        ids: list[int] = []
         try:
+            for request in requests:  # one that is refused takes the others with it
+                ids.append(self.submit(request))
             while any(i not in self._results for i in ids):
                 self.step()
         except BaseException:
