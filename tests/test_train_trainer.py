@@ -373,10 +373,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_still_works(shards: Pa
     assert [p.name for p in step_dirs(tmp_path)] == ["step-000003", "step-000006"]
 
 
+@pytest.mark.parametrize("failing", ["weights.safetensors", "training.pt"])
 def test_a_full_disk_leaves_the_checkpoint_before_it_intact(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     go(recipe(shards, steps=3), tmp_path / "good")
+    size = step_dirs(tmp_path / "good")[-1].joinpath(failing).stat().st_size
     (tmp_path / "run").mkdir()
     real = trainer.save_state
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -384,7 +386,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_intact(
 
     def save(*args: Any, **options: Any) -> Path:
         if args[1].step == 6:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, hard))
         return real(*args, **options)
 
     monkeypatch.setattr(trainer, "save_state", save)

@@ -6,6 +6,7 @@ In: drafter, optimiser and `RunState`. Out: a directory that appears whole or no
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import shutil
@@ -66,7 +67,9 @@ def save_state(
     with clear_disk_errors(path, "the checkpoints before it are intact"), new_directory(path) as temp:
         weights = {k: v.detach().to("cpu").contiguous() for k, v in drafter.state_dict().items()}
         (temp / "weights.safetensors").write_bytes(save(weights))
-        torch.save({"optimizer": optimizer.state_dict(), "rng": rng_state()}, temp / "training.pt")
+        training = io.BytesIO()  # torch's own writer answers a full disk with a fault of its zip code
+        torch.save({"optimizer": optimizer.state_dict(), "rng": rng_state()}, training)
+        (temp / "training.pt").write_bytes(training.getbuffer())
         write_json(temp / "card.json", dict(card))
         write_json(temp / "state.json", asdict(state))
     for old in step_dirs(run_dir)[:-keep]:
