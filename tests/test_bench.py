@@ -367,3 +367,39 @@ def test_target_that_fails_stops_the_bench_with_a_sentence(
     monkeypatch.setattr(HFTarget, "forward", broken)
     assert main(["bench", "-t", str(path), "-d", "lookup", "--limit", "1", "-n", "4", "--length", "fixed"]) == 1
     assert "non-finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--acceptance-only", "--num-draft-tokens", "0"], "num_draft_tokens is 0"),
+        (["--acceptance-only", "--num-draft-tokens", "9999"], "at most"),
+        (["--context", ""], "not a token count"),
+        (["--context", "64", "-n", "256"], "no context has room"),
+    ],
+    ids=str,
+)
+def test_numbers_that_would_be_ignored_are_refused(
+    path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert main(["bench", "-t", str(path), "-d", "lookup", "--limit", "1", *argv]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+
+
+def test_prompt_that_does_not_fit_is_named_before_anything_is_decoded(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "long.jsonl"
+    prompts.write_text(json.dumps({"prompt": "short"}) + "\n" + json.dumps({"prompt": "x" * TINY_CONTEXT}) + "\n")
+    assert main(["bench", "-t", str(path), "-d", "lookup", "--prompts", str(prompts)]) == 1
+    assert f"holds {TINY_CONTEXT}" in capsys.readouterr().err
+
+
+def test_results_that_cannot_be_kept_are_shown_all_the_same(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "-t", str(path), "-d", "lookup", "--limit", "1", "-n", "4", "--length", "fixed", "--json"]
+    assert main([*argv, "--out", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["results"]) == 3
+    assert "/dev/full: the results could not be kept there" in err

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 import hyflash
 from helpers import THINKING, TINY_CONTEXT, tiny_target_dir
+from hyflash import hub
 from hyflash.cli import main
 from hyflash.cli.main import explain
 from hyflash.engine.decode import Engine
@@ -313,6 +315,9 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["generate", "hi", "--raw", "--thinking"], ["--raw", "--thinking"]),
         (["generate", "hi", "--compare", "-d", "none"], ["--compare", "none"]),
         (["generate", "hi", "--num-draft-tokens", "3", "-d", "none"], ["--num-draft-tokens", "none"]),
+        (["generate", "hi", "--length", "fixed", "-d", "none"], ["--length", "none"]),
+        (["generate", "hi", "-t", "~nobody-of-that-name/m"], ["no such home directory"]),
+        (["generate", "hi", "-t", ""], ["target", "no name"]),
         (["generate", "hi", "-t", "smollm2-135"], ["smollm2-135", "Did you mean 'smollm2-135m'"]),
         (["generate", "hi", "-t", "smollm2-135m"], ["hyflash pull smollm2-135m"]),
         (["generate", "hi", "-t", "./nowhere"], ["unknown target"]),
@@ -332,6 +337,8 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["data", "inspect", "no-such-file"], ["no-such-file"]),
         (["data", "regenerate", "no-such.jsonl", "--out", "x"], ["no-such.jsonl"]),
         (["data", "regenerate", "a.jsonl", "--out", "x", "--greedy-share", "2"], ["greedy_share"]),
+        (["data", "regenerate", "a.jsonl", "--out", "x", "--limit", "0"], ["limit is 0"]),
+        (["data", "regenerate", "a.jsonl", "--out", "x", "--limit", "-1"], ["limit is -1"]),
         (["train", "no-such.toml", "--out", "x"], ["no-such.toml"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
@@ -355,6 +362,8 @@ def test_mistake_is_one_sentence_and_exit_1(
         (["-d", "lokup"], ["lokup", "lookup"]),
         (["--thinking"], ["thinking"]),
         (["--threads", "0"], ["threads"]),
+        (["--threads", "1000000000"], ["threads", "1024"]),
+        (["-d", "~nobody-of-that-name/d"], ["no such home directory"]),
         (["--num-draft-tokens", "0"], ["num_draft_tokens"]),
         (["--num-draft-tokens", "9999"], ["num_draft_tokens", "at most"]),
         (["-o", "nonsense"], ["nonsense", "key=value"]),
@@ -440,6 +449,7 @@ def test_known_faults_have_a_sentence_and_unknown_ones_keep_their_traceback() ->
     assert explain(UserError("found x; expected y.")) == "found x; expected y."
     assert explain(HyflashError("the target failed.")) == "the target failed."
     assert "memory" in str(explain(MemoryError()))
+    assert "out of memory" in str(explain(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")))
     assert "JSON" in str(explain(json.JSONDecodeError("bad", "", 0)))
     assert explain(TypeError("ours")) is None
     with pytest.raises(TypeError, match="ours"):
@@ -502,6 +512,74 @@ def test_chat_that_outgrows_the_context_says_so_and_goes_on(
 def test_chat_refuses_what_generate_refuses(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "temperature" in run_error(capsys, "chat", "-t", tiny, "--temperature", "nan")
     assert "thinking" in run_error(capsys, "chat", "-t", tiny, "-q", "--thinking")
+
+
+def test_chat_refuses_a_line_that_is_not_utf8_and_goes_on(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(monkeypatch, b"hi\n\xff\xfe\nhi\n")
+    assert main(["chat", "-t", tiny, "-d", "none", "-n", "2", "--json", "-q"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert "not valid UTF-8" in err
+
+
+# ------------------------------------------------------------------------------------------- streams
+
+
+def hyflash_process(*argv: str, setup: str = "pass", **streams: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run a command line in a process of its own, after `setup`."""
+    code = f"import sys; {setup}; from hyflash.cli import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *argv], check=False, timeout=120, **streams)
+
+
+def test_streams_that_the_caller_closed_are_no_fault_of_ours() -> None:
+    closed = "sys.stdin = sys.stdout = None"
+    done = hyflash_process("generate", setup=closed, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (1, b"error: the prompt is empty; expected some text.\n")
+    assert hyflash_process("--version", setup=closed).returncode == 0
+    assert hyflash_process("generate", setup="sys.stdin = sys.stderr = None").returncode == 1
+
+
+def test_text_that_the_encoding_of_stdout_lacks_does_not_end_the_run(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for argv in (["--json"], []):
+        sink = io.BytesIO()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.TextIOWrapper(sink, encoding="ascii"))
+            assert main(["generate", "-t", tiny, "-d", "none", "-n", "9", "-q", *argv, "hi"]) == 0
+            sys.stdout.flush()
+            text = sink.getvalue().decode("ascii")
+        if argv:
+            assert "\N{REPLACEMENT CHARACTER}" in json.loads(text)["text"]
+        else:
+            assert "?" in text
+
+
+def test_terminal_with_redirected_answers_keeps_its_mark_out_of_them(tiny: str, tmp_path: Path) -> None:
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    os.write(ours, b"hi\n\x04")
+    answers = tmp_path / "answers"
+    with answers.open("wb") as out:
+        done = hyflash_process("chat", "-t", tiny, "-d", "none", "-n", "2", "--json", stdin=theirs, stdout=out)
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0
+    assert json.loads(answers.read_text())["num_tokens"] <= 2
+
+
+def test_sigterm_tidies_up_and_ends_with_143(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        with hub._scratch(tmp_path / "cache", need_bytes=0):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(hub, "pull", killed)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["pull", "-q"]) == 143
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # ------------------------------------------------------------------------------------------- look-ups
@@ -574,3 +652,88 @@ def test_bad_taps_are_refused(tiny: str, tmp_path: Path, capsys: pytest.CaptureF
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "a", "prompt_ids": [5], "answer_ids": [6]}) + "\n")
     run_error(capsys, "data", "capture", str(answers), "-t", tiny, f"--taps={taps}", "--out", str(tmp_path / "s"))
+
+
+@pytest.fixture
+def asked(tiny: str, tmp_path: Path) -> list[str]:
+    """A regeneration of five prompts into answers.jsonl."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(5)))
+    return ["data", "regenerate", str(prompts), "-t", tiny, "--out", str(tmp_path / "a" / "answers.jsonl"), "-n", "4"]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"id": "0123", "pro'], ids=["nothing", "half a line"])
+def test_regeneration_goes_on_when_it_was_killed_before_the_first_whole_answer(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], left: bytes
+) -> None:
+    run_json(capsys, *asked, "--json", "-q")
+    (tmp_path / "a" / "answers.jsonl").write_bytes(left)
+    assert run_json(capsys, *asked, "--json", "-q")["num_success"] == 5
+    assert run_json(capsys, "data", "inspect", str(tmp_path / "a" / "answers.jsonl"), "--json")["num_bad_rows"] == 0
+
+
+def test_regeneration_keeps_a_whole_last_answer_without_line_end_and_drops_half_of_one(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "a" / "answers.jsonl"
+    run_json(capsys, *asked, "--json", "-q")
+    whole = answers.read_bytes()
+    for cut, num_new in ((1, 0), (9, 1)):
+        answers.write_bytes(whole[:-cut])
+        got = run_json(capsys, *asked, "--json", "-q")
+        assert (got["num_success"], got["num_skipped"]) == (num_new, 5 - num_new)
+        seen = run_json(capsys, "data", "inspect", str(answers), "--json")
+        assert (seen["num_answers"], seen["num_bad_rows"], seen["num_duplicates"]) == (5, 0, 0)
+        assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines()), "the same answers again"
+
+
+def test_regeneration_leaves_a_foreign_file_as_it_is(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    before = prompts.read_bytes()
+    argv = [prompts.as_posix() if part.endswith("answers.jsonl") else part for part in asked]
+    assert "no usable answer" in run_error(capsys, *argv, "-q")
+    assert prompts.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize("side", [b"", b"[]", b"null", b"\xff", b"{"])
+def test_damaged_side_file_of_a_regeneration_is_named(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], side: bytes
+) -> None:
+    run_json(capsys, *asked, "--json", "-q")
+    (tmp_path / "a" / "answers.jsonl.meta.json").write_bytes(side)
+    assert "answers.jsonl.meta.json" in run_error(capsys, *asked, "-q")
+
+
+def test_regeneration_that_answers_nothing_fails_with_the_reason(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tiny_target_dir(tmp_path / "bare", template=None)
+    asked[asked.index("-t") + 1] = str(bare)
+    err = run_error(capsys, *asked, "-q")
+    assert "none of the 5 prompts" in err
+    assert "no chat template" in err
+
+
+def test_regeneration_on_a_full_disk_says_so_and_goes_on_later(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = tmp_path / "a" / "answers.jsonl"
+    run_json(capsys, *asked, "--json", "-q")
+    whole = answers.read_bytes()
+    answers.unlink()
+    old, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, limits[1]))
+    try:
+        err = run_error(capsys, *asked, "-q")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert "answers.jsonl: no space left" in err
+    assert "the answers so far are kept" in err
+    got = run_json(capsys, *asked, "--json", "-q")
+    assert got["num_success"] + got["num_skipped"] == 5
+    assert 0 < got["num_skipped"] < 5
+    assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines())

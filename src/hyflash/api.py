@@ -20,6 +20,8 @@ from hyflash.targets import hf
 from hyflash.text import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 5
+MAX_THREADS = 1024
+"""Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
 LENGTHS = ("adaptive", "fixed")
 
 
@@ -64,8 +66,8 @@ def load(
 
 def load_target(spec: str, *, dtype: str = "float32", num_threads: int | None = None) -> LoadedTarget:
     """Resolve and load a target and its tokenizer. Raises UserError."""
-    if num_threads is not None and num_threads < 1:
-        raise UserError(f"threads is {num_threads}; expected a whole number of at least 1.")
+    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
+        raise UserError(f"threads is {num_threads}; expected a whole number from 1 to {MAX_THREADS}.")
     path = hub.resolve_target(spec)
     return LoadedTarget(
         name=spec,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,7 +80,7 @@ def bench(
     )
     specs = drafter or [hub.default_drafter(target)]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    contexts = [flags.parse_tokens(text) for text in context.split(",")] if context else [None]
+    contexts = [flags.parse_tokens(text) for text in context.split(",")] if context is not None else [None]
     if out is not None:
         _check_writable(out)
 
@@ -118,21 +119,36 @@ def bench(
 
 
 def _print(table: dict[str, Any], earlier: dict[str, Any] | None, *, out: Path | None, json: bool) -> None:
-    """Compare with an earlier run, keep the object in `out`, and show it."""
+    """Compare with an earlier run, keep the object in `out`, and show it, also when it could not be kept."""
+    lost: OSError | None = None
     if earlier is not None:
         from hyflash.bench import compare
 
         table["against"] = {"unequal": compare.unequal(earlier, table), "changes": compare.changes(earlier, table)}
     if out is not None:
-        with out.open("a", encoding="utf-8") as file:
-            file.write(jsonlib.dumps(table, ensure_ascii=False) + "\n")
+        lost = _append(out, table)
     if json:
         report.print_json(table)
-        return
-    report.warn(table.get("warnings", []))
-    from hyflash.cli.tables import print_costs, print_rows
+    else:
+        report.warn(table.get("warnings", []))
+        from hyflash.cli.tables import print_costs, print_rows
 
-    (print_costs if "costs" in table else print_rows)(table)
+        (print_costs if "costs" in table else print_rows)(table)
+    if lost is not None:
+        raise UserError(f"{out}: the results could not be kept there ({lost.strerror}); they stand on stdout only.")
+
+
+def _append(out: Path, table: dict[str, Any]) -> OSError | None:
+    """Add a line to the results file, or nothing at all; returns why not."""
+    size = out.stat().st_size if out.exists() else 0
+    try:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(jsonlib.dumps(table) + "\n")
+    except OSError as err:
+        if out.is_file():
+            os.truncate(out, size)
+        return err
+    return None
 
 
 def _check(drafters: Sequence[str], *, of_runs: Sequence[str], adaptive_replay: bool) -> None:
@@ -162,16 +178,25 @@ def _workloads(
 
     out: list[Workload] = []
     notes: list[str] = []
-    room = loaded.model.info.max_context - max_tokens
+    most = loaded.model.info.max_context
+    room = most - max_tokens
+    if room < 1 and contexts != [None]:
+        raise UserError(f"max_tokens is {max_tokens} and {loaded.name} holds {most} tokens, so no context has room.")
     for domain, found in w.read(sources, limit=limit, seed=seed).items():
         for context in contexts:
             if context is None:
                 out.append(w.natural(domain, found, loaded.tokenizer, thinking=thinking))
+                for prompt_id, ids in zip(out[-1].ids, out[-1].prompts, strict=True):
+                    if len(ids) >= most:  # found out now, not after an hour
+                        raise UserError(
+                            f"prompt {prompt_id} of {domain} has {len(ids)} tokens; {loaded.name} holds {most} with at "
+                            "least one for the answer. Leave it out."
+                        )
                 continue
             if context > room:
                 notes.append(
                     f"prompts of {context} tokens were cut to {room}: {loaded.name} holds "
-                    f"{loaded.model.info.max_context} tokens and the answer takes {max_tokens}"
+                    f"{most} tokens and the answer takes {max_tokens}"
                 )
             out.append(
                 w.stretched(domain, found, loaded.tokenizer, context=min(context, room), seed=seed, thinking=thinking)
@@ -200,6 +225,7 @@ def _compare(
     for spec in specs:
         one = api.load_drafter(spec, loaded)
         assert one is not None
+        api.make_policy(loaded, one, length="fixed", num_draft_tokens=num_draft_tokens)  # refuses what is out of range
         made.append((spec, one))
     plain = api.make_engine(loaded, None, exact=exact, max_rows=64 if acceptance_only else 1)
     draft_tokens = num_draft_tokens or api.DEFAULT_DRAFT_TOKENS

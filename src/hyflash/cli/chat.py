@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from hyflash import hub
@@ -74,8 +76,7 @@ def chat(
     spec = hub.default_drafter(target) if drafter is None else drafter
     if logprobs is not None and not json:
         raise UserError("--logprobs are printed with --json only; add --json.")
-    if spec == "none" and num_draft_tokens is not None:
-        raise UserError("--num-draft-tokens needs a drafter, and the drafter is none.")
+    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length)
     if system is not None:
         flags.check_text("the system message", system)
 
@@ -151,13 +152,20 @@ def talk(
 def _lines() -> Iterator[str]:
     """Lines of the terminal with a prompt mark, or of a pipe without."""
     if not sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused, not the whole talk
         for line in sys.stdin:
             yield line.rstrip("\r\n")
         return
-    import readline  # noqa: F401  arrow keys and history in input()
+    with suppress(ImportError):  # not on every system
+        import readline  # noqa: F401  arrow keys and history in input()
 
     while True:
         try:
-            yield input("> ")
+            if sys.stdout.isatty():
+                yield input("> ")
+            else:  # input() would write its mark among the answers
+                report.mark("> ")
+                yield input()
         except EOFError:
             return

@@ -63,8 +63,9 @@ def regenerate(
     """
     flags.check_words(dtype=dtype)
     flags.sampling_range(temperature=temperature, top_p=top_p, share=greedy_share, seed=seed, max_tokens=max_tokens)
-    if batch < 1:
-        raise UserError(f"batch is {batch}; expected a whole number of at least 1.")
+    for name, value in (("batch", batch), ("limit", limit)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}; expected a whole number of at least 1.")
 
     from hyflash import api
     from hyflash.data import prompts as files
@@ -92,6 +93,10 @@ def regenerate(
             step(done, now.num_prompts, f"{now.tokens_per_sec:.0f} tok/s")
 
         end = answer(loaded.model, loaded.tokenizer, kept, out, sampling=sampling, batch=batch, on_progress=show)
+    if end.num_errors == end.num_prompts:
+        raise UserError(f"none of the {end.num_prompts} prompts could be answered; the first: {end.first_error}")
+    if end.num_errors:
+        report.say(f"{end.num_errors} prompts could not be answered; the first: {end.first_error}", quiet=quiet)
     counts = {
         "out": str(out),
         "num_prompts": end.num_prompts,

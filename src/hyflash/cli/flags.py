@@ -73,6 +73,13 @@ def check_words(*, dtype: str = "float32", exact: str = "auto", length: str = "a
             raise UserError(f"{name} is {value!r}; expected {' or '.join(known)}.{nearest(value, known)}")
 
 
+def check_drafting(drafter: str, *, num_draft_tokens: int | None, length: str) -> None:
+    """Refuse options of drafting without a drafter. Raises UserError."""
+    for name, used in (("--num-draft-tokens", num_draft_tokens is not None), ("--length", length != "adaptive")):
+        if drafter == "none" and used:
+            raise UserError(f"{name} needs a drafter, and the drafter is none.")
+
+
 def sampling(
     *,
     max_tokens: int,

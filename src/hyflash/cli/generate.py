@@ -83,8 +83,13 @@ def generate(
     flags.check_words(dtype=dtype, exact=exact, length=length)
     spec = hub.default_drafter(target) if drafter is None else drafter
     _check_combination(
-        spec, raw=raw, system=system, thinking=thinking, compare=compare, num_draft_tokens=num_draft_tokens
+        spec,
+        raw=raw,
+        system=system,
+        thinking=thinking,
+        compare=compare,
     )
+    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length)
     if logprobs is not None and not json:
         raise UserError("--logprobs are printed with --json only; add --json.")
     text = flags.read_prompt(prompt)
@@ -213,7 +218,6 @@ def _check_combination(
     system: str | None,
     thinking: bool | None,
     compare: bool,
-    num_draft_tokens: int | None,
 ) -> None:
     """Refuse options that would be ignored together. Raises UserError."""
     if compare and spec == "none":
@@ -222,7 +226,5 @@ def _check_combination(
         raise UserError("--raw sends the prompt as it is, so --system has no place; leave one of them out.")
     if raw and thinking is not None:
         raise UserError("--raw sends the prompt as it is, so --thinking has no place; leave one of them out.")
-    if spec == "none" and num_draft_tokens is not None:
-        raise UserError("--num-draft-tokens needs a drafter, and the drafter is none.")
     if system is not None:
         flags.check_text("the system message", system)

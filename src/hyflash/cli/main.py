@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -17,6 +21,9 @@ from hyflash.errors import HyflashError
 
 # typer brings its own click or uses the separate package, by version; the base of BadParameter is right in both.
 _UsageError = typer.BadParameter.__bases__[0]
+
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+"""How torch says it, on different devices."""
 
 app = typer.Typer(
     name="hyflash",
@@ -60,8 +67,10 @@ def root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 1 a mistake or fault with a sentence, 130 Ctrl-C."""
     calm_libraries()
+    _mend_streams()
     try:
-        code = app(args=None if argv is None else list(argv), standalone_mode=False)
+        with _tidy_when_terminated():
+            code = app(args=None if argv is None else list(argv), standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
@@ -69,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except typer.Exit as stop:
         return stop.exit_code
-    except SystemExit as stop:  # typer's own way out when the reader goes away
+    except SystemExit as stop:  # typer's own way out when the reader goes away, and ours at SIGTERM
         return stop.code if isinstance(stop.code, int) else 1
     except BrokenPipeError:
         # The reader went away (`| head`): nothing more to say, and the interpreter must not flush again.
@@ -87,7 +96,36 @@ def calm_libraries() -> None:
     """Keep transformers' progress bars and notes off stderr, unless the user wants them. Before it is imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _mend_streams() -> None:
+    """Streams that the caller closed (`<&-`) are None in Python; and no text may fail for stdout's encoding."""
+    nothing = Path(os.devnull)
+    sys.stdin = sys.stdin or nothing.open(encoding="utf-8")
+    sys.stdout = sys.stdout or nothing.open("w", encoding="utf-8")
+    sys.stderr = sys.stderr or nothing.open("w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+@contextmanager
+def _tidy_when_terminated() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that temporary files go and child processes end."""
+
+    def leave(number: int, _frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    try:
+        old = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread: whoever owns it decides
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def explain(err: BaseException) -> str | None:
@@ -97,12 +135,12 @@ def explain(err: BaseException) -> str | None:
     if isinstance(err, HyflashError):
         return str(err)
     if isinstance(err, OSError):
-        if err.errno == errno.ENOSPC:
+        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return "the disk is full; free some space and run it again (finished work was kept)."
         return f"{err.filename}: {err.strerror}." if err.filename and err.strerror else f"{err}."
     if isinstance(err, (json.JSONDecodeError, UnicodeDecodeError)):
         return f"a file is not valid JSON or UTF-8: {err}."
-    if isinstance(err, MemoryError) or "not enough memory" in str(err):
+    if isinstance(err, MemoryError) or any(words in str(err) for words in _NO_MEMORY):
         return "out of memory; use a smaller batch, context or model."
     if type(err).__name__ == "SafetensorError":  # named, not imported: safetensors is loaded only where needed
         return f"a weight file is damaged or cut off: {err}."

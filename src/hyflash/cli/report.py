@@ -29,14 +29,24 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on stdout."""
-    typer.echo(json.dumps(value, ensure_ascii=False))
+    """One JSON object on stdout, escaped where stdout's encoding could not hold it."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value)
+    typer.echo(text)
 
 
 def piece(text: str) -> None:
     """A piece of streamed text on stdout, shown at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def mark(text: str) -> None:
+    """A prompt mark on stderr, without a line end."""
+    typer.echo(text, err=True, nl=False)
 
 
 def check(result: Result) -> Result:

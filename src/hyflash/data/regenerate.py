@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hyflash.core import Request, SamplingParams
 from hyflash.data.answers import read_answers
@@ -86,37 +86,36 @@ def regenerate(
 
     waiting = iter(todo)
     running: dict[int, tuple[Prompt, SamplingParams]] = {}
-    with out.open("a", encoding="utf-8") as sink:
-        while True:
-            while len(running) < batch and (prompt := next(waiting, None)) is not None:
-                try:
-                    request = _request(prompt, tokenizer, sampling)
-                    running[engine.submit(request)] = (prompt, request.params)
-                except UserError as err:
-                    complaints.append(str(err))
-            if not running:
-                break
-            for request_id in {e.request_id for e in engine.step() if e.finish_reason is not None}:
-                prompt, params = running.pop(request_id)
-                result = engine.result(request_id)
-                if result.error is not None:
-                    complaints.append(result.error)
-                    continue
-                row = {
-                    "id": prompt.id,
-                    "domain": prompt.domain,
-                    "messages": list(prompt.messages),
-                    "prompt_ids": list(result.prompt_ids),
-                    "answer_ids": list(result.token_ids),
-                    "finish_reason": result.finish_reason,
-                    "temperature": params.temperature,
-                    "seed": params.seed,
-                }
-                _write_line(sink, row, out)
-                counts["success"] += 1
-                counts["tokens"] += len(result.token_ids)
-                if on_progress is not None:
-                    on_progress(report())
+    while True:
+        while len(running) < batch and (prompt := next(waiting, None)) is not None:
+            try:
+                request = _request(prompt, tokenizer, sampling)
+                running[engine.submit(request)] = (prompt, request.params)
+            except UserError as err:
+                complaints.append(str(err))
+        if not running:
+            break
+        for request_id in {e.request_id for e in engine.step() if e.finish_reason is not None}:
+            prompt, params = running.pop(request_id)
+            result = engine.result(request_id)
+            if result.error is not None:
+                complaints.append(result.error)
+                continue
+            row = {
+                "id": prompt.id,
+                "domain": prompt.domain,
+                "messages": list(prompt.messages),
+                "prompt_ids": list(result.prompt_ids),
+                "answer_ids": list(result.token_ids),
+                "finish_reason": result.finish_reason,
+                "temperature": params.temperature,
+                "seed": params.seed,
+            }
+            _write_line(row, out)
+            counts["success"] += 1
+            counts["tokens"] += len(result.token_ids)
+            if on_progress is not None:
+                on_progress(report())
     return report()
 
 
@@ -157,12 +156,13 @@ def _begin(out: Path, target: Target, sampling: Sampling) -> set[str]:
     if begun and out.is_file():
         _end_with_newline(out)  # first of all: a writer may have been killed before it had one whole line
     done = {a.id for a in read_answers(out).answers} if out.exists() and out.stat().st_size else set()
-    if not begun:
-        with clear_disk_errors(side, "nothing was written"):
+    with clear_disk_errors(out, "nothing was written"):
+        if not begun:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_json(side, mine)
-        if done:
-            _end_with_newline(out)
+        out.touch()
+        _end_with_newline(out)
+        out.open("a").close()  # a file that refuses answers does so now
     return done
 
 
@@ -181,7 +181,7 @@ def _end_with_newline(path: Path) -> None:
                 f.write(b"\n")
 
 
-def _write_line(sink: IO[str], row: dict[str, Any], path: Path) -> None:
-    with clear_disk_errors(path, "the answers so far are kept"):
+def _write_line(row: dict[str, Any], path: Path) -> None:
+    """Append a row. The file is opened for each: closing one that failed would write, and fail, again."""
+    with clear_disk_errors(path, "the answers so far are kept"), path.open("a", encoding="utf-8") as sink:
         sink.write(json.dumps(row, ensure_ascii=False) + "\n")
-        sink.flush()
