@@ -159,7 +159,7 @@ class TargetInfo:
 
     name: str
     fingerprint: str
-    """Hash of the weights' identity (config and tensor bytes), equal only for equal models."""
+    """Hash of the weight files (names, shapes, sampled bytes); settings in config.json are not part of it."""
     family: str
     vocab_size: int
     hidden_size: int
