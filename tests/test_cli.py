@@ -737,3 +737,11 @@ def test_regeneration_on_a_full_disk_says_so_and_goes_on_later(
     assert got["num_success"] + got["num_skipped"] == 5
     assert 0 < got["num_skipped"] < 5
     assert sorted(answers.read_bytes().splitlines()) == sorted(whole.splitlines())
+
+
+def test_sampling_options_of_an_all_greedy_regeneration_are_a_warning(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*asked, "--greedy-share", "1", "--temperature", "0.9", "-q"]) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert warned == ["warning: --temperature has no effect: at --greedy-share 1 every answer is greedy"]

@@ -33,6 +33,7 @@ class Step(Protocol):
 
 @app.command()
 def regenerate(
+    ctx: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="Prompt files (.jsonl, .json, .gz) or dataset names.")],
     *,
     out: Annotated[Path, typer.Option(help="Answers file to write or go on with.")],
@@ -66,6 +67,9 @@ def regenerate(
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}; expected a whole number of at least 1.")
+    if greedy_share == 1:
+        idle = [name for name in flags.given(ctx) if name in ("--temperature", "--top-p")]
+        report.warn([f"{name} has no effect: at --greedy-share 1 every answer is greedy" for name in idle])
 
     from hyflash import api
     from hyflash.data import prompts as files

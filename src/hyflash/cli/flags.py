@@ -138,7 +138,7 @@ def idle_options(params: SamplingParams, *, seed_given: bool) -> list[str]:
     return [f"{name} has no effect at temperature 0 (greedy)" for name, given in idle if given]
 
 
-def given(ctx: typer.Context, *, without: Collection[str]) -> list[str]:
+def given(ctx: typer.Context, *, without: Collection[str] = ()) -> list[str]:
     """The options that stand on the command line, by their long names, except the parameters in `without`."""
     sources = {param: ctx.get_parameter_source(param.name or "") for param in ctx.command.params}
     return [
