@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 
@@ -340,6 +341,14 @@ def test_senseless_sampling_values_are_refused_by_name(values: dict[str, object]
         SamplingParams(**values)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves one millisecond with every look at it: lengths must not depend on how busy the machine is."""
+    clock = itertools.count()
+    monkeypatch.setattr("hyflash.engine.decode.time.perf_counter", lambda: next(clock) / 1000)
+
+
+@pytest.mark.usefixtures("ticks")
 def test_adaptive_length_stops_drafting_when_drafts_never_pay_and_backs_off() -> None:
     target = ToyTarget.chain([], eos=())
     rubbish = ScriptDrafter(oracle(target, wrong_at=0), target.info)
@@ -350,6 +359,7 @@ def test_adaptive_length_stops_drafting_when_drafts_never_pay_and_backs_off() ->
     assert sum(drafted[-200:]) <= 8
 
 
+@pytest.mark.usefixtures("ticks")
 def test_adaptive_length_grows_to_the_longest_block_when_everything_is_accepted() -> None:
     target = ToyTarget.chain([], eos=())
     policy = AdaptiveLength({1: 1.0, 8: 1.2, 16: 1.5}, max_draft_tokens=8)
