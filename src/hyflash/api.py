@@ -15,13 +15,11 @@ from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine, Exact
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
 from hyflash.errors import UserError, nearest
-from hyflash.options import parse_assignment
+from hyflash.options import MAX_THREADS, parse_assignment
 from hyflash.targets import hf
 from hyflash.text import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 5
-MAX_THREADS = 1024
-"""Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
 LENGTHS = ("adaptive", "fixed")
 
 

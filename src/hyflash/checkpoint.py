@@ -64,13 +64,13 @@ def load(spec: str, hooks: TargetHooks) -> Drafter:
     `NAME:CHECKPOINT` reads it into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path
     with a "+" stands alone.
     """
-    specs = [spec] if hub.user_path(spec).is_dir() else spec.split("+")
-    parts = [_load_one(part.strip(), hooks) for part in specs]
+    specs = hub.drafter_parts(spec)
+    parts = [_load_one(part, hooks) for part in specs]
     if len(parts) == 1:
         return parts[0].eval()
     names = [_method(part) for part in parts]
     if len(set(names)) < len(names):
-        names = [part.strip() for part in specs]
+        names = specs
     return Composite(list(zip(names, parts, strict=True))).eval()
 
 

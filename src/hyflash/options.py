@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hyflash.errors import UserError, nearest
 
+MAX_THREADS = 1024
+"""Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
+
 
 class Options(BaseModel):
     """Frozen options; unknown keys are an error."""

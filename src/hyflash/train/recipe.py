@@ -18,7 +18,7 @@ from hyflash.data.anchors import AnchorOptions
 from hyflash.drafters import load_class
 from hyflash.drafters.base import Drafter, DrafterConfig
 from hyflash.errors import UserError, nearest
-from hyflash.options import Options, apply_overrides
+from hyflash.options import MAX_THREADS, Options, apply_overrides
 
 TABLES = ("target", "drafter", "data", "train")
 Precision = Literal["float32", "bfloat16"]
@@ -29,7 +29,7 @@ class TargetTable(Options):
 
     name: str = Field(description="model name, directory, .gguf file or hub name")
     dtype: str = Field("float32", description="weights' dtype while training")
-    num_threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; none leaves torch's choice")
+    num_threads: int | None = Field(None, ge=1, le=MAX_THREADS, description="CPU threads; none leaves torch's choice")
 
 
 class DataTable(AnchorOptions):
