@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types bench docs clean
+.PHONY: setup demo test lint types kernels-test kernels-sanitize bench peers docs clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(VENV)/.kernels
 
 # torch is pinned: an open range would pull a multi-gigabyte CUDA build where a CPU build is meant.
 $(VENV)/.ready: pyproject.toml
@@ -14,6 +14,15 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet -e '.[dev]'
 	touch $@
+
+# The CPU kernels are built here where a C++ compiler is found; all else works without them.
+$(VENV)/.kernels: $(VENV)/.ready kernels/CMakeLists.txt kernels/pyproject.toml $(wildcard kernels/include/* kernels/src/* kernels/tests/*.cpp kernels/tests/*.h)
+	@if $(CXX) --version > /dev/null 2>&1; then \
+	  $(BIN)/pip install --quiet -e ./kernels -C cmake.define.HK_TESTS=ON; \
+	else \
+	  echo 'No C++ compiler ($(CXX)): the CPU kernels are left out and models run on torch alone, which is several times slower. Install g++ or clang++ and run make setup again.' >&2; \
+	fi
+	@if $(CXX) --version > /dev/null 2>&1; then touch $@; fi
 
 demo: setup
 	$(BIN)/hyflash pull smollm2-135m
@@ -30,9 +39,24 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# Part of `make test` too.
+kernels-test: setup
+	$(BIN)/pytest kernels/tests
+
+# The kernels' tests once more, built to notice reads out of bounds, undefined behaviour and races.
+SANITIZED := kernels/build/sanitize
+kernels-sanitize: setup
+	PYTHON=$(BIN)/python sh kernels/tests/sanitize.sh $(SANITIZED)
+
 bench: setup
 	$(BIN)/hyflash pull smollm2-135m
 	$(BIN)/hyflash bench --prompts demo
 
+# llama.cpp is built from source for this very machine: its prebuilt wheels leave the faster instructions unused. GCC
+# takes parts of its AMX set-up for dead stores and drops them (llama.cpp's pull request 26954), hence the flags.
+peers: setup
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" CXXFLAGS="-fno-tree-dse -fno-dse" \
+		$(BIN)/pip install --no-cache-dir --no-binary llama-cpp-python -e '.[peers]'
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) kernels/build .pytest_cache .mypy_cache .ruff_cache
