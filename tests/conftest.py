@@ -10,6 +10,16 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # comparing with a subprocess bit for bit needs equal thread counts
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+import pytest
+
+from hyflash import environment
 from hyflash.cli.main import calm_libraries
 
 calm_libraries()
+
+
+@pytest.fixture(autouse=True)
+def no_line_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of what commands print hold with the CPU kernels and without; that line has tests of its own."""
+    if environment.kernels_missing():
+        monkeypatch.setattr("hyflash.cli.loading.fallback", lambda _note, *, quiet: None)

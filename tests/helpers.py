@@ -35,9 +35,17 @@ def tiny_tokenizer(*, template: str | None = CHATML) -> PreTrainedTokenizerFast:
 
 
 def tiny_target_dir(
-    parent: Path, *, name: str = "tiny", seed: int = 0, template: str | None = CHATML, num_layers: int = 2
+    parent: Path,
+    *,
+    name: str = "tiny",
+    seed: int = 0,
+    template: str | None = CHATML,
+    num_layers: int = 2,
 ) -> Path:
-    """A random Llama (width 32, vocabulary 260, context 256) with its tokenizer, saved to `parent/name`."""
+    """A random Llama (width 32, vocabulary 260, context 256) with its tokenizer, saved to `parent/name`.
+
+    Both backends can serve it.
+    """
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + 256,
         hidden_size=32,
@@ -45,6 +53,7 @@ def tiny_target_dir(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=TINY_CONTEXT,
         eos_token_id=2,
         bos_token_id=None,

@@ -529,6 +529,16 @@ def test_another_fingerprint_is_a_warning(tmp_path: Path) -> None:
     assert "does not say which target" in foreign
 
 
+def test_other_files_of_the_same_weights_are_no_warning(tmp_path: Path) -> None:
+    checkpoint.save(make_dflash(**PLAIN), tmp_path)
+    info = replace(fake_info(num_layers=8), fingerprint="beef")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for also, num_warnings in ((["cafe", "beef"], 0), (["cafe"], 1), ("beef", 1), (None, 1)):
+        config["hyflash"]["target"]["also"] = also
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert len(checkpoint.target_warnings(tmp_path, info)) == num_warnings
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     drafter = make_dflash()
     with torch.no_grad():

@@ -11,6 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -745,3 +746,15 @@ def test_sampling_options_of_an_all_greedy_regeneration_are_a_warning(
     assert main([*asked, "--greedy-share", "1", "--temperature", "0.9", "-q"]) == 0
     warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
     assert warned == ["warning: --temperature has no effect: at --greedy-share 1 every answer is greedy"]
+
+
+def test_a_warning_of_the_library_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warns(**_: object) -> None:
+        warnings.simplefilter("default")
+        warnings.warn("the disk is full.", stacklevel=1)
+
+    monkeypatch.setattr(sys.modules["hyflash.cli.main"], "app", warns)
+    assert main([]) == 0
+    assert capsys.readouterr().err == "warning: the disk is full.\n"

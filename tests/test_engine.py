@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from hyflash.core import Request, Result, Rows, SamplingParams, TargetOutput
-from hyflash.engine.decode import Engine
-from hyflash.engine.length import AdaptiveLength, FixedLength
+from hyflash.engine.decode import LATE_TOKENS, Engine
+from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy, RowStats
 from hyflash.errors import UserError
 from toys import ScriptDrafter, ToyTarget, oracle
 
@@ -85,6 +86,49 @@ def test_any_token_as_stop_id_cuts_where_plain_decoding_meets_it_first() -> None
             drafter = ScriptDrafter(oracle(target, wrong_at=5), target.info)
             got = run(target, drafter, [4], k=k, max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
             assert got.token_ids == want
+
+
+class BestOnly(ToyTarget):
+    """Tells the best logits where only they are wanted, and notes how many were."""
+
+    asked: list[int]
+
+    def forward(self, rows: Rows) -> TargetOutput:
+        self.asked.append(rows.top)
+        out = super().forward(rows)
+        if not rows.top or out.logits is None:
+            return out
+        top = out.logits.topk(rows.top)
+        return TargetOutput(logits=None, features=out.features, top_ids=top.indices, top_values=top.values)
+
+
+@pytest.mark.parametrize("wrong_at", [None, 0, 2])
+def test_best_logits_alone_decide_what_all_logits_would(wrong_at: int | None) -> None:
+    params = [{}, {"ignore_eos": True}, {"stop_token_ids": (7,)}, {"temperature": 0.8, "seed": 3}, {"logprobs": 1}]
+    for exact, epsilon, top in (("auto", 0.0, 1), ("recheck", 0.5, 2)):
+        for chosen in (params[:3], params):
+            requests = [
+                Request(prompt_ids=(4, 5 + i), params=SamplingParams(max_tokens=30, **p))  # type: ignore[arg-type]
+                for i, p in enumerate(chosen)
+            ]
+            texts = []
+            for kind in (ToyTarget, BestOnly):
+                target = kind(random_table(1))
+                target.epsilon, target.asked = epsilon, []  # type: ignore[attr-defined]
+                engine = Engine(
+                    target,
+                    ScriptDrafter(oracle(target, wrong_at=wrong_at), target.info),
+                    policy=FixedLength(4),
+                    exact=exact,  # type: ignore[arg-type]
+                )
+                texts.append([r.token_ids for r in engine.generate(requests)])
+                counts = engine.counters
+            assert texts[0] == texts[1]
+            if len(chosen) == 3:  # nobody needs more
+                assert top in target.asked  # type: ignore[attr-defined]
+            assert set(target.asked) <= {0, top}  # type: ignore[attr-defined]
+            if exact == "recheck":
+                assert counts["near_ties"] > 0
 
 
 def test_budget_is_met_exactly_and_the_last_block_is_clipped() -> None:
@@ -366,6 +410,73 @@ def test_adaptive_length_grows_to_the_longest_block_when_everything_is_accepted(
     engine = Engine(target, ScriptDrafter(oracle(target), target.info), policy=policy)
     got = engine.generate([Request(prompt_ids=(1,), params=SamplingParams(max_tokens=200))])[0]
     assert [r.num_drafted for r in got.rounds][-3:-1] == [8, 8]
+
+
+def test_measured_times_correct_a_table_from_a_busy_moment() -> None:
+    policy = AdaptiveLength({1: 1.0, 5: 40.0, 9: 80.0}, max_draft_tokens=8)
+    stats = RowStats(8)
+    for _ in range(40):
+        stats.observe(8, 8)
+    assert policy.choose(stats, most=4, num_rows=1) == 2, "a try, before the pause"
+    assert policy.choose(stats, most=4, num_rows=1) == 0
+    for _ in range(60):
+        policy.observe_times(draft_sec=0.0, verify_sec=0.003, width=1, num_rows=1)
+        policy.observe_times(draft_sec=0.0006, verify_sec=0.0045, width=5, num_rows=1)
+    assert policy.cost(5) == pytest.approx(1.5, rel=0.1)
+    assert policy.choose(stats, most=4, num_rows=1) == 4
+
+
+def test_rounds_without_the_drafter_do_not_make_drafts_look_cheap() -> None:
+    policy = AdaptiveLength({1: 1.0, 2: 1.1}, max_draft_tokens=1)
+    stats = RowStats(1)  # half of the drafts are accepted
+    for _ in range(60):
+        policy.observe_times(draft_sec=0.002, verify_sec=0.002, width=1, num_rows=1)
+    for _ in range(300):
+        policy.observe_times(draft_sec=0.0, verify_sec=0.002, width=1, num_rows=1)
+    assert policy.choose(stats, most=1, num_rows=1) == 1, "a try, before the pause"
+    assert policy.choose(stats, most=1, num_rows=1) == 0
+
+
+class Scripted(LengthPolicy):
+    """Lengths in turns."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.max_draft_tokens = max(lengths)
+        self._turns = itertools.cycle(lengths)
+
+    def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
+        return min(most, next(self._turns))
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 2), (0,) * 150 + (3,), (0, 3, 1, 0, 0, 0, 2), (1,)])
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_drafter_that_was_not_asked_for_some_rounds_has_the_whole_text_when_it_is(
+    lengths: tuple[int, ...], num_requests: int
+) -> None:
+    target = ToyTarget(random_table(3), eos=())
+    plain = Engine(target)
+    requests = [
+        Request(prompt_ids=(2 + i, 9, 4), params=SamplingParams(max_tokens=200 - 7 * i)) for i in range(num_requests)
+    ]
+    want = [plain.generate([r])[0].token_ids for r in requests]
+    texts = [[*r.prompt_ids, *w] for r, w in zip(requests, want, strict=True)]
+    seen = []
+
+    def script(text: list[int], n: int) -> list[int]:
+        whole = next(t for t in texts if t[: len(text)] == text)
+        seen.append(len(text))
+        return whole[len(text) : len(text) + n]
+
+    drafter = ScriptDrafter(script, target.info)
+    engine = Engine(target, drafter, policy=Scripted(lengths))
+    got = engine.generate(requests)
+    assert [r.token_ids for r in got] == want
+    assert seen
+    assert all(max(c.lengths) <= LATE_TOKENS for c in drafter.commits[1:])
+    total = sum(sum(c.lengths) for c in drafter.commits)
+    assert total == sum(map(len, texts)) - num_requests, "all but each last token, which no drafter sees"
+    if lengths == (0,) * 150 + (3,):
+        assert len(drafter.commits) < 20 * num_requests
 
 
 def test_a_full_house_waits_and_rows_are_reused() -> None:

@@ -83,6 +83,28 @@ def test_pull_fetches_once_and_then_needs_no_network(cache: Path, monkeypatch: p
     assert not [name for name in files_in(cache) if "partial" in name]
 
 
+def test_pull_without_dense_weights_keeps_the_file_and_reads_its_tokenizer_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(monkeypatch)
+    made: list[Path] = []
+
+    def tokenizer(gguf: Path, into: Path) -> None:
+        made.append(gguf)
+        into.mkdir()
+
+    monkeypatch.setattr(hub, "_convert_tokenizer", tokenizer)
+    file = hub.pull(NAME, dense=False)
+    assert file.read_bytes() == CONTENT
+    assert hub.pull(NAME, dense=False) == file
+    source = hub.find_target(NAME)
+    assert (source.name, source.path, source.is_gguf) == (NAME, file, True)
+    assert Path(hub.tokenizer_dir(source)).parent.parent == cache / "tokenizers"
+    assert made == [file]
+    assert not (cache / "converted").exists()
+    assert hub.resolve_target(NAME) != str(file)  # the dense weights, made when a target needs them
+
+
 def test_wrong_checksum_installs_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve(monkeypatch, content=CONTENT[:-1] + b"x")
     with pytest.raises(UserError, match=r"sha256 .* expected"):

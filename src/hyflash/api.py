@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
 from hyflash import checkpoint, drafters, hub
 from hyflash.bench import costs
+from hyflash.core import TargetHooks, TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine, Exact
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
 from hyflash.errors import UserError, nearest
-from hyflash.options import MAX_THREADS, parse_assignment
-from hyflash.targets import hf
+from hyflash.options import parse_assignment
+from hyflash.targets import choose
+from hyflash.targets.base import Target
 from hyflash.text import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 5
@@ -28,9 +32,12 @@ class LoadedTarget:
     """A target with its tokenizer, and what the user called it."""
 
     name: str
-    path: str
-    model: hf.HFTarget
+    model: Target
     tokenizer: Tokenizer
+    draft_weights: str = "q8_0"
+    """How drafters keep their weights where the target has kernels for them; torch: not there."""
+    note: str = ""
+    """Why the torch target serves where the native one might be expected; empty otherwise."""
 
 
 def load(
@@ -38,7 +45,11 @@ def load(
     drafter: str | None = None,
     *,
     options: Sequence[str] = (),
-    dtype: str = "float32",
+    backend: str = "auto",
+    dtype: str | None = None,
+    quant: str | None = None,
+    kv: str | None = None,
+    draft_weights: str | None = None,
     num_threads: int | None = None,
     length: str = "adaptive",
     num_draft_tokens: int | None = None,
@@ -48,9 +59,13 @@ def load(
     """An engine for a target and a drafter, as the command line would make it.
 
     `drafter` None is the default one of the target, "none" is plain decoding; `options` are `key=value` for a
-    drafter given by its bare name. Raises UserError on anything that does not fit.
+    drafter given by its bare name; `backend` to `num_threads` as in `core.TargetOptions`. Raises UserError on anything
+    that does not fit.
     """
-    loaded = load_target(target, dtype=dtype, num_threads=num_threads)
+    how = TargetOptions(
+        backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=num_threads
+    )
+    loaded = load_target(target, how)
     spec = hub.default_drafter(target) if drafter is None else drafter
     return make_engine(
         loaded,
@@ -62,22 +77,34 @@ def load(
     )
 
 
-def load_target(spec: str, *, dtype: str = "float32", num_threads: int | None = None) -> LoadedTarget:
-    """Resolve and load a target and its tokenizer. Raises UserError."""
-    if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
-        raise UserError(f"threads is {num_threads}; expected a whole number from 1 to {MAX_THREADS}.")
-    path = hub.resolve_target(spec)
+def load_target(spec: str, options: TargetOptions | None = None, *, report: hub.Progress | None = None) -> LoadedTarget:
+    """Resolve and load a target and its tokenizer; `report` hears of work done once. Raises UserError.
+
+    Drafters run on torch beside it, with as many threads as the target: more would only wait for each other.
+    """
+    how = options or TargetOptions()
+    chosen = choose.load(spec, how, report=report)
+    torch.set_num_threads(int(chosen.model.describe()["num_threads"]))
     return LoadedTarget(
         name=spec,
-        path=path,
-        model=hf.load(path, dtype=dtype, num_threads=num_threads),
-        tokenizer=Tokenizer.from_dir(path),
+        model=chosen.model,
+        tokenizer=Tokenizer.from_dir(chosen.tokenizer),
+        draft_weights=how.draft_weights or "q8_0",
+        note=chosen.note,
     )
 
 
 def load_drafter(spec: str, target: LoadedTarget, *, options: Sequence[str] = ()) -> Drafter | None:
-    """The drafter a spec names, or None for "none". Raises UserError."""
-    hooks = target.model.hooks()
+    """The drafter a spec names, or None for "none"; on the target's kernels where both can. Raises UserError."""
+    drafter = _make_drafter(spec, target.model.hooks(), options)
+    if drafter is not None and target.draft_weights != "torch":
+        kernels = target.model.kernels(target.draft_weights)
+        if kernels is not None and drafter.use_kernels(kernels):
+            torch.set_num_threads(1)  # torch's own threads would spin beside the kernels'
+    return drafter
+
+
+def _make_drafter(spec: str, hooks: TargetHooks, options: Sequence[str]) -> Drafter | None:
     if spec == "none":
         if options:
             raise UserError("-o sets options of a drafter, and the drafter is none; leave it out or name a drafter.")

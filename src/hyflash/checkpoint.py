@@ -89,13 +89,23 @@ def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
     if "hyflash" not in config:
         zlab.read_config(config, info, where=str(path / CONFIG))
         return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
-    made_for = _target_facts(config["hyflash"], info, path)
-    if made_for["fingerprint"] == info.fingerprint:
+    facts = _target_facts(config["hyflash"], info, path)
+    if made_for(facts, info):
         return []
     return [
-        f"{path} was trained for target {made_for['name']!r} with fingerprint {made_for['fingerprint']}; "
+        f"{path} was trained for target {facts.get('name')!r} with fingerprint {facts.get('fingerprint')}; "
         f"{info.name!r} has {info.fingerprint}. Text stays the same, but fewer drafts may be accepted."
     ]
+
+
+def made_for(facts: Mapping[str, Any], info: TargetInfo) -> bool:
+    """Whether the target that a checkpoint or card names is this one.
+
+    `fingerprint` is of the files it was trained with; `also` lists other files that hold the same weights, such as
+    the GGUF file that a dense directory was made from.
+    """
+    also = facts.get("also")
+    return info.fingerprint in (facts.get("fingerprint"), *(also if isinstance(also, list) else ()))
 
 
 # --------------------------------------------------------------------------------------------- writing
@@ -239,7 +249,7 @@ def _target_facts(block: Any, info: TargetInfo, path: Path) -> Mapping[str, Any]
                 f"{path}: was trained for target {facts.get('name')!r} with {key} {facts.get(key)}; target "
                 f"{info.name!r} has {found}. Load it with its own target, or train one for this."
             )
-    return {"name": facts.get("name"), "fingerprint": facts.get("fingerprint")}
+    return facts
 
 
 def _refuse_side_files(path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from hyflash.errors import UserError
+from hyflash.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,6 +152,52 @@ class Result:
 
 # --------------------------------------------------------------------------------------------- target
 
+BACKENDS = ("auto", "native", "torch")
+DTYPES = ("float32", "bfloat16", "float16")
+QUANTS = ("none", "q8_0", "q4_0", "q4_1")
+KV_TYPES = ("float16", "bfloat16", "float32", "int8")
+DRAFT_WEIGHTS = ("q8_0", "q4_0", "q4_1", "bfloat16", "float32", "torch")
+MAX_THREADS = 1024
+"""Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """How a target is loaded; None leaves a choice to its backend. Raises UserError on what does not go together."""
+
+    backend: str = "auto"
+    """native (our CPU kernels), torch, or auto: native where it can serve the model."""
+    dtype: str | None = None
+    """Arithmetic of the torch backend, float32 unless given."""
+    quant: str | None = None
+    """Weights of the native backend where it loads a model directory; none, unless given, keeps what is stored."""
+    kv: str | None = None
+    """Keys and values of the native backend, float16 unless given."""
+    draft_weights: str | None = None
+    """How a drafter beside the native backend keeps its weights, q8_0 unless given; torch leaves it on torch."""
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        words = (
+            ("backend", BACKENDS),
+            ("dtype", DTYPES),
+            ("quant", QUANTS),
+            ("kv", KV_TYPES),
+            ("draft_weights", DRAFT_WEIGHTS),
+        )
+        for name, known in words:
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UserError(f"{name} is {value!r}; expected {' or '.join(known)}.{nearest(str(value), known)}")
+        native = [name for name in ("quant", "kv", "draft_weights") if getattr(self, name) is not None]
+        if native and self.backend == "torch":
+            raise UserError(f"{native[0]} is an option of the native backend, and the backend is torch.")
+        if self.dtype is not None and (self.backend == "native" or native):
+            other = native[0] if native else "backend native"
+            raise UserError(f"dtype is an option of the torch backend and does not go with {other}; leave one out.")
+        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
+            raise UserError(f"threads is {self.num_threads}; expected a whole number from 1 to {MAX_THREADS}.")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
@@ -188,14 +234,27 @@ class Rows:
     lengths: tuple[int, ...]  # B new tokens per sequence, each >= 1; they sum to N
     taps: tuple[int, ...] = ()  # decoder layers whose outputs are wanted; num_layers = after the final norm
     logits: Literal["all", "last", "none"] = "all"  # every row, the last row of each sequence, or no row
+    top: int = 0  # above 0: only this many best logits of these rows are wanted, where the target can tell them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
     """Result of one target forward, rows in the order of `Rows.tokens`."""
 
-    logits: Tensor | None  # (N or B, V) float32, by Rows.logits
+    logits: Tensor | None  # (N or B, V) float32, by Rows.logits; None where the best ones below take its place
     features: Tensor | None  # (N, C, D) in the order of Rows.taps, clamped to +-65504
+    top_ids: Tensor | None = None  # (N or B, Rows.top) int64, best first, the lower id among equals, NaN before all
+    top_values: Tensor | None = None  # (N or B, Rows.top) float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingTable:
+    """Where a native target's embedding rows lie in memory, as long as the target lives."""
+
+    kind: str
+    """GGUF's name of their type."""
+    address: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +268,8 @@ class TargetHooks:
     """Final-normed hidden states (..., D) -> logits (..., V), soft-cap and scale included."""
     head_rows: Callable[[Tensor], Tensor]
     """Token ids (n,) -> rows (n, D) of the head's weight, for reduced vocabularies and chunked losses."""
+    table: EmbeddingTable | None = None
+    """What `embed` reads, where the CPU kernels can read it too."""
 
 
 # -------------------------------------------------------------------------------------------- drafter

@@ -205,7 +205,7 @@ def _check_card(diagnosis: Diagnosis, drafter: Drafter, target: Target, card: di
     info = target.info
     trained_for = card.get("target") or {}
     if trained_for.get("fingerprint"):
-        if trained_for["fingerprint"] == info.fingerprint:
+        if checkpoint.made_for(trained_for, info):
             diagnosis.add("card", "ok", f"was trained for this target ({trained_for.get('name')})")
         else:
             diagnosis.add(

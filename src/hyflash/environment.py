@@ -52,6 +52,42 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def num_threads() -> int:
+    """Threads worth computing with: OMP_NUM_THREADS, else the physical cores that this process may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    try:
+        mine = os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS or Windows
+        return os.cpu_count() or 1
+    cores = {_read(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list").strip() or str(n) for n in mine}
+    return len(cores)
+
+
+def kernels_missing() -> str:
+    """Why the CPU kernels cannot run here, in one clause; empty where they can."""
+    try:
+        import hyflash_kernels
+
+        return "" if hyflash_kernels.library().hk_isa() else "HYFLASH_KERNELS_ISA names none that runs here"
+    except ImportError:
+        return "hyflash-kernels is not installed"
+    except (OSError, AttributeError) as err:  # no library for this machine, or one of another version
+        return f"hyflash-kernels cannot be loaded ({err})"
+
+
+def kernels() -> dict[str, Any]:
+    """Version and instruction set of the CPU kernels, or why there are none."""
+    missing = kernels_missing()
+    if missing:
+        return {"missing": missing}
+    import hyflash_kernels
+
+    isa = hyflash_kernels.library().hk_isa().decode()
+    return {"version": hyflash_kernels.__version__, "isa": isa, "num_threads": num_threads()}
+
+
 def threads() -> dict[str, Any]:
     """Threads torch uses, its CPU capability, and the variables that govern both."""
     import torch
@@ -89,6 +125,7 @@ def provenance() -> dict[str, Any]:
         "git_commit": git_commit(),
         "hardware": hardware(),
         "threads": threads(),
+        "kernels": kernels(),
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

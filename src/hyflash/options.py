@@ -14,9 +14,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hyflash.errors import UserError, nearest
 
-MAX_THREADS = 1024
-"""Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
-
 
 class Options(BaseModel):
     """Frozen options; unknown keys are an error."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from hyflash.core import Rows
-from hyflash.environment import hardware
+from hyflash.environment import hardware, kernels
 from hyflash.errors import UserError
 from hyflash.hub import cache_dir
 from hyflash.targets.base import Target
@@ -65,7 +65,7 @@ def measure(
         for repeat in range(-1, num_repeats):  # the first pass warms up
             for width in order:
                 begin = time.perf_counter()
-                target.forward(Rows(tokens=ids[context : context + width], seqs=(seq,), lengths=(width,)))
+                target.forward(Rows(tokens=ids[context : context + width], seqs=(seq,), lengths=(width,), top=1))
                 if repeat >= 0:
                     times[width].append(time.perf_counter() - begin)
                 target.truncate(seq, context)
@@ -96,10 +96,10 @@ def _cache_path(target: Target) -> Path:
     key = [
         machine["cpu"],
         machine["num_cores"],
-        torch.get_num_threads(),
         torch.__version__,
+        kernels(),
+        target.describe(),
         target.info.fingerprint,
-        target.info.dtype,
         target.exactness,
     ]
     return cache_dir() / "costs" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"

@@ -6,14 +6,16 @@ import json as jsonlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hyflash import hub
-from hyflash.cli import flags, report
-from hyflash.core import SamplingParams
+from hyflash import environment, hub
+from hyflash.cli import costs as measure_costs
+from hyflash.cli import flags, loading, report
+from hyflash.core import SamplingParams, TargetOptions
 from hyflash.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,8 +24,11 @@ if TYPE_CHECKING:
     from hyflash.bench.workloads import Workload
 
 
-# Options that say something about a cost measurement; every other one is of runs.
-_COSTS_OPTIONS = {"target", "context", "costs", "dtype", "threads", "out", "json", "quiet"}
+# Options that say something about a cost measurement; every other one is of runs, and some are of costs alone.
+_COSTS_ONLY = {"peers", "widths", "repeats", "prefill"}
+_COSTS_OPTIONS = _COSTS_ONLY | {
+    *("target", "context", "costs", "backend", "dtype", "quant", "kv", "threads", "out", "json", "quiet")
+}
 
 
 def bench(
@@ -38,7 +43,10 @@ def bench(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="At most this many prompts per domain.")] = None,
     max_tokens: flags.MaxTokens = 128,
-    context: Annotated[str | None, typer.Option(help="Stretch prompts to these token counts: 512,2k,8k.")] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Stretch prompts to these token counts: 512,2k,8k. Default of --costs: 128,2k,8k."),
+    ] = None,
     temperature: flags.Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of prompt choice, context filler and sampling.")] = 0,
     num_draft_tokens: flags.NumDraftTokens = None,
@@ -56,7 +64,22 @@ def bench(
     costs: Annotated[
         bool, typer.Option("--costs", help="Only measure what a forward of each width costs here, c(q).")
     ] = False,
-    dtype: flags.Dtype = "float32",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="all|NAMES", help="--costs: beside llama.cpp,onnxruntime,transformers, or all that are installed."
+        ),
+    ] = None,
+    widths: Annotated[str, typer.Option(help="--costs: rows of a forward.")] = "1,2,4,8,16,32",
+    repeats: Annotated[int, typer.Option(help="--costs: times each forward is timed.")] = 15,
+    prefill: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="--costs: also time reading a prompt of this length, like 2k.")
+    ] = None,
+    backend: flags.Backend = "auto",
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
+    draft_weights: flags.DraftWeights = None,
     threads: flags.Threads = None,
     out: Annotated[Path | None, typer.Option(help="Append the JSON object as a line to this file.")] = None,
     against: Annotated[Path | None, typer.Option(help="Compare with the last line of this results file.")] = None,
@@ -70,51 +93,56 @@ def bench(
       hyflash bench -d lookup --prompts demo
       hyflash bench -d lookup -d ./my-drafter --prompts gsm8k.jsonl --limit 30 -n 256 --json
       hyflash bench -d ./my-drafter --acceptance-only --num-draft-tokens 5
-      hyflash bench --costs
+      hyflash bench --costs --context 128,2k --peers llama.cpp
     """
-    flags.check_words(dtype=dtype, exact=exact, length=length or "adaptive")
+    flags.check_words(exact=exact, length=length or "adaptive")
+    how = TargetOptions(
+        backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=threads
+    )
     _check(
         drafter or [],
         of_runs=flags.given(ctx, without=_COSTS_OPTIONS) if costs else [],
+        of_costs=[] if costs else [f"--{name}" for name in sorted(_COSTS_ONLY) if f"--{name}" in flags.given(ctx)],
         adaptive_replay=acceptance_only and length == "adaptive",
     )
+    if out is not None:
+        _check_writable(out)
+    if costs:
+        asked = measure_costs.parse(context=context, widths=widths, peers=peers, repeats=repeats, prefill=prefill)
+        _print(_costs(target, how, asked, quiet=quiet), None, out=out, json=json)
+        return
     specs = drafter or [hub.default_drafter(target)]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     contexts = [flags.parse_tokens(text) for text in context.split(",")] if context is not None else [None]
-    if out is not None:
-        _check_writable(out)
 
     from hyflash import api
     from hyflash.bench import compare
 
     earlier = compare.last_object(against) if against is not None else None
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
-    if costs:
-        table = _costs(loaded, contexts)
-    else:
-        workloads, notes = _workloads(
-            loaded,
-            prompts or ["demo"],
-            limit=limit,
-            seed=seed,
-            contexts=contexts,
-            max_tokens=max_tokens,
-            thinking=thinking,
-        )
-        table = _compare(
-            loaded,
-            specs,
-            workloads,
-            params,
-            length=length or ("fixed" if acceptance_only else "adaptive"),
-            num_draft_tokens=num_draft_tokens,
-            exact=exact,
-            acceptance_only=acceptance_only,
-            settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking, "dtype": dtype},
-            quiet=quiet,
-        )
-        notes += [text for spec in specs for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
-        table["warnings"] = notes
+    loaded = loading.load_target(target, how, quiet=quiet)
+    workloads, notes = _workloads(
+        loaded,
+        prompts or ["demo"],
+        limit=limit,
+        seed=seed,
+        contexts=contexts,
+        max_tokens=max_tokens,
+        thinking=thinking,
+    )
+    table = _compare(
+        loaded,
+        specs,
+        workloads,
+        params,
+        length=length or ("fixed" if acceptance_only else "adaptive"),
+        num_draft_tokens=num_draft_tokens,
+        exact=exact,
+        acceptance_only=acceptance_only,
+        settings={"prompts": prompts or ["demo"], "limit": limit, "thinking": thinking},
+        quiet=quiet,
+    )
+    notes += [text for spec in specs for text in api.drafter_warnings(spec, loaded, thinking=thinking)]
+    table["warnings"] = notes
     _print(table, earlier, out=out, json=json)
 
 
@@ -133,7 +161,7 @@ def _print(table: dict[str, Any], earlier: dict[str, Any] | None, *, out: Path |
         report.warn(table.get("warnings", []))
         from hyflash.cli.tables import print_costs, print_rows
 
-        (print_costs if "costs" in table else print_rows)(table)
+        (print_costs if "bandwidth_gb_per_sec" in table else print_rows)(table)
     if lost is not None:
         raise UserError(f"{out}: the results could not be kept there ({lost.strerror}); they stand on stdout only.")
 
@@ -151,10 +179,12 @@ def _append(out: Path, table: dict[str, Any]) -> OSError | None:
     return None
 
 
-def _check(drafters: Sequence[str], *, of_runs: Sequence[str], adaptive_replay: bool) -> None:
+def _check(drafters: Sequence[str], *, of_runs: Sequence[str], of_costs: Sequence[str], adaptive_replay: bool) -> None:
     """Refuse options that do not go together. Raises UserError."""
     if adaptive_replay:
         raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
+    if of_costs:
+        raise UserError(f"{', '.join(of_costs)} needs --costs.")
     if of_runs:
         raise UserError(f"--costs measures the target alone; leave {', '.join(of_runs)} out.")
     if "none" in drafters:
@@ -267,32 +297,22 @@ def _compare(
     }
 
 
-def _costs(loaded: LoadedTarget, contexts: Sequence[int | None]) -> dict[str, Any]:
-    from hyflash.bench import costs
-
-    tables = [
-        costs.measure(loaded.model, context_tokens=context or costs.CONTEXT_TOKENS, num_repeats=15, max_sec=30)
-        for context in contexts
-    ]
-    return {
-        "target": loaded.name,
-        "provenance": _provenance(loaded),
-        "costs": [
-            {
-                "context": table.context_tokens,
-                "seconds": {str(width): sec for width, sec in table.seconds.items()},
-                "c": {str(width): value for width, value in table.relative.items()},
-            }
-            for table in tables
-        ],
-    }
+def _costs(target: str, how: TargetOptions, asked: measure_costs.Asked, *, quiet: bool) -> dict[str, Any]:
+    """Load and measure. All engines get as many threads as there are cores, unless the user says otherwise."""
+    how = replace(how, num_threads=how.num_threads or environment.num_threads())
+    loaded = loading.load_target(target, how, quiet=quiet)
+    with _progress(quiet) as progress:
+        return measure_costs.measure(loaded, asked, provenance=_provenance(loaded), progress=progress)
 
 
 def _provenance(loaded: LoadedTarget) -> dict[str, Any]:
-    from hyflash.environment import provenance
-
     info = loaded.model.info
-    return {**provenance(), "target_fingerprint": info.fingerprint, "target_dtype": info.dtype}
+    return {
+        **environment.provenance(),
+        "target_fingerprint": info.fingerprint,
+        "target_dtype": info.dtype,
+        "target_backend": loaded.model.describe(),
+    }
 
 
 def _label(row: Row) -> str:

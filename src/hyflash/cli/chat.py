@@ -12,7 +12,7 @@ from hyflash import hub
 from hyflash.cli import flags, report
 from hyflash.cli.generate import stream
 from hyflash.cli.session import Session, open_session
-from hyflash.core import Request, SamplingParams
+from hyflash.core import Request, SamplingParams, TargetOptions
 from hyflash.errors import UserError
 
 HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer."
@@ -43,7 +43,11 @@ def chat(
     exact: flags.Exact = "auto",
     system: flags.System = None,
     thinking: flags.Thinking = None,
-    dtype: flags.Dtype = "float32",
+    backend: flags.Backend = "auto",
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
+    draft_weights: flags.DraftWeights = None,
     threads: flags.Threads = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -72,7 +76,10 @@ def chat(
         stop_token_id=stop_token_id,
         ignore_eos=ignore_eos,
     )
-    flags.check_words(dtype=dtype, exact=exact, length=length)
+    flags.check_words(exact=exact, length=length)
+    how = TargetOptions(
+        backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=threads
+    )
     spec = hub.default_drafter(target) if drafter is None else drafter
     if logprobs is not None and not json:
         raise UserError("--logprobs are printed with --json only; add --json.")
@@ -84,12 +91,12 @@ def chat(
         target,
         spec,
         options=option or (),
-        dtype=dtype,
-        threads=threads,
+        how=how,
         length=length,
         num_draft_tokens=num_draft_tokens,
         exact=exact,
         thinking=thinking,
+        quiet=quiet,
     )
     session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
     report.warn([] if json else session.warnings)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from hyflash import hub
-from hyflash.cli import flags, report
+from hyflash.cli import flags, loading, report
+from hyflash.core import TargetOptions
 from hyflash.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def regenerate(
     ] = None,
     domain: Annotated[str | None, typer.Option(help="Domain of the prompts. Default: from the file name.")] = None,
     batch: Annotated[int, typer.Option(help="Prompts answered at once.")] = 64,
-    dtype: flags.Dtype = "float32",
+    backend: flags.Backend = "auto",
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
     threads: flags.Threads = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -62,7 +66,7 @@ def regenerate(
       hyflash data regenerate gsm8k.jsonl --out answers.jsonl -n 256
       hyflash data regenerate train.jsonl --without test.jsonl --limit 2000 --out answers.jsonl
     """
-    flags.check_words(dtype=dtype)
+    how = TargetOptions(backend=backend, dtype=dtype, quant=quant, kv=kv, num_threads=threads)
     flags.sampling_range(temperature=temperature, top_p=top_p, share=greedy_share, seed=seed, max_tokens=max_tokens)
     for name, value in (("batch", batch), ("limit", limit)):
         if value is not None and value < 1:
@@ -71,7 +75,6 @@ def regenerate(
         idle = [name for name in flags.given(ctx) if name in ("--temperature", "--top-p")]
         report.warn([f"{name} has no effect: at --greedy-share 1 every answer is greedy" for name in idle])
 
-    from hyflash import api
     from hyflash.data import prompts as files
     from hyflash.data.regenerate import Progress, Sampling
     from hyflash.data.regenerate import regenerate as answer
@@ -81,7 +84,7 @@ def regenerate(
     kept = kept[:limit]
     if not kept:
         raise UserError(f"no prompt is left: all {len(found.prompts)} stand in the --without files.")
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
+    loaded = loading.load_target(target, how, quiet=quiet)
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -125,6 +128,12 @@ def capture(
     target: Annotated[
         str | None, typer.Option("-t", "--target", help="Target; default the recipe's or embedded one.")
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="auto|native|torch", help="Default: the recipe's, or auto.")
+    ] = None,
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard.")] = 32768,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per target forward.")] = 4096,
     threads: flags.Threads = None,
@@ -146,15 +155,24 @@ def capture(
         if value < 1:
             raise UserError(f"{name} is {value}; expected a whole number of at least 1.")
 
-    from hyflash import api
     from hyflash.data.answers import read_answers
     from hyflash.data.shards import write_shards
 
     file = read_answers(answers)
     plan = _recipe(recipe, option or []) if recipe is not None else None
     name = target or (plan.target.name if plan else hub.DEFAULT_TARGET)
-    dtype = plan.target.dtype if plan else "float32"
-    loaded = api.load_target(name, dtype=dtype, num_threads=threads)
+    own = plan.target if plan else None
+    loaded = loading.load_target(
+        name,
+        TargetOptions(
+            backend=backend or (own.backend if own else "auto"),
+            dtype=dtype or (own.dtype if own else None),
+            quant=quant or (own.quant if own else None),
+            kv=kv or (own.kv if own else None),
+            num_threads=threads or (own.num_threads if own else None),
+        ),
+        quiet=quiet,
+    )
     layers = _taps(taps, loaded.model.info.num_layers) if taps is not None else _recipe_taps(plan, loaded.model.hooks())
     with _bar(quiet, "tokens") as step:
         info = write_shards(

@@ -55,20 +55,43 @@ System = Annotated[str | None, typer.Option(help="System message.")]
 Thinking = Annotated[
     bool | None, typer.Option("--thinking/--no-thinking", help="Thinking mode, where the template has one.")
 ]
-Dtype = Annotated[str, typer.Option(metavar="float32|bfloat16|float16", help="Arithmetic of the target.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.")]
+Backend = Annotated[
+    str,
+    typer.Option(metavar="auto|native|torch", help="What computes the target; auto: our CPU kernels where they can."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="float32|bfloat16|float16", help="Arithmetic of the torch backend. Default: float32."),
+]
+Quant = Annotated[
+    str | None,
+    typer.Option(metavar="none|q8_0|q4_0|q4_1", help="Native backend: quantise a model directory on load."),
+]
+Kv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float16|bfloat16|float32|int8", help="Native backend: type of keys and values. Default: float16."
+    ),
+]
+DraftWeights = Annotated[
+    str | None,
+    typer.Option(
+        metavar="q8_0|q4_0|q4_1|bfloat16|float32|torch",
+        help="Native backend: how a drafter keeps its weights; torch: off the kernels. Default: q8_0.",
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: all cores, or one where that is faster.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress or summary on stderr.")]
 
 
-DTYPES = ("float32", "bfloat16", "float16")
 EXACT = ("auto", "recheck", "off")
 LENGTHS = ("adaptive", "fixed")
 
 
-def check_words(*, dtype: str = "float32", exact: str = "auto", length: str = "adaptive") -> None:
+def check_words(*, exact: str = "auto", length: str = "adaptive") -> None:
     """Refuse unknown words before anything slow is loaded. Raises UserError with the nearest one."""
-    for name, value, known in (("dtype", dtype, DTYPES), ("exact", exact, EXACT), ("length", length, LENGTHS)):
+    for name, value, known in (("exact", exact, EXACT), ("length", length, LENGTHS)):
         if value not in known:
             raise UserError(f"{name} is {value!r}; expected {' or '.join(known)}.{nearest(value, known)}")
 

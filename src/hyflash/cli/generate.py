@@ -12,7 +12,7 @@ import typer
 from hyflash import hub
 from hyflash.cli import flags, report
 from hyflash.cli.session import Session, open_session, plain_engine
-from hyflash.core import Event, Request, Result, SamplingParams
+from hyflash.core import Event, Request, Result, SamplingParams, TargetOptions
 from hyflash.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ def generate(
     thinking: flags.Thinking = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without chat template.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly: speed-up, and is it equal?")] = False,
-    dtype: flags.Dtype = "float32",
+    backend: flags.Backend = "auto",
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
+    draft_weights: flags.DraftWeights = None,
     threads: flags.Threads = None,
     json: flags.Json = False,
     quiet: flags.Quiet = False,
@@ -80,7 +84,10 @@ def generate(
         stop_token_id=stop_token_id,
         ignore_eos=ignore_eos,
     )
-    flags.check_words(dtype=dtype, exact=exact, length=length)
+    flags.check_words(exact=exact, length=length)
+    how = TargetOptions(
+        backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=threads
+    )
     spec = hub.default_drafter(target) if drafter is None else drafter
     _check_combination(
         spec,
@@ -98,12 +105,12 @@ def generate(
         target,
         spec,
         options=option or (),
-        dtype=dtype,
-        threads=threads,
+        how=how,
         length=length,
         num_draft_tokens=num_draft_tokens,
         exact=exact,
         thinking=thinking,
+        quiet=quiet,
     )
     ids = prompt_ids(session.loaded.tokenizer, text, raw=raw, system=system, thinking=thinking)
     session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
@@ -135,6 +142,8 @@ def _tell(
     fields = report.result_fields(
         first, session.engine, target=session.target, drafter=session.drafter, warnings=session.warnings
     )
+    fields["backend"] = session.loaded.model.describe()
+    fields["memory"] = session.loaded.model.memory()
     lines = [report.summary(first, drafter=session.drafter)]
     if plain is not None:
         fields["tokens_per_sec"], plain_speed = _speed(results), _speed(plains)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hyflash import hub
-from hyflash.cli import flags, report
+from hyflash import environment, hub
+from hyflash.cli import flags, loading, report
+from hyflash.core import TargetOptions
 from hyflash.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,8 +28,8 @@ def pull(
       hyflash pull smollm2-135m
       HYFLASH_CACHE=/data/cache hyflash pull smollm2-135m
     """
-    with _bar(quiet) as step:
-        path = hub.pull(name, report=step, quiet=quiet)
+    with loading.progress(quiet) as step:
+        path = hub.pull(name, report=step, quiet=quiet, dense=bool(environment.kernels_missing()))
     if json:
         report.print_json({"name": name, "path": str(path)})
     else:
@@ -60,7 +59,11 @@ def doctor(
     *,
     target: flags.Target = hub.DEFAULT_TARGET,
     drafter: flags.Drafter = None,
-    dtype: flags.Dtype = "float32",
+    backend: flags.Backend = "auto",
+    dtype: flags.Dtype = None,
+    quant: flags.Quant = None,
+    kv: flags.Kv = None,
+    draft_weights: flags.DraftWeights = None,
     threads: flags.Threads = None,
     json: flags.Json = False,
 ) -> None:
@@ -73,22 +76,31 @@ def doctor(
       hyflash doctor
       hyflash doctor -t smollm2-135m -d ./my-drafter --json
     """
-    flags.check_words(dtype=dtype)
+    how = TargetOptions(
+        backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=threads
+    )
     spec = hub.default_drafter(target) if drafter is None else drafter
     if spec == "none":
         raise UserError("doctor examines a drafter with its target, and the drafter is none; name one with -d.")
 
-    from hyflash import api
     from hyflash.doctor import examine
 
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
+    loaded = loading.load_target(target, how, quiet=json)
     found = examine(loaded.model, loaded.tokenizer, spec, name=loaded.name)
     healthy = all(one.healthy for one in found)
     if json:
         report.print_json(
-            {"target": loaded.name, "drafter": spec, "healthy": healthy, "parts": [one.as_dict() for one in found]}
+            {
+                "target": loaded.name,
+                "backend": loaded.model.describe(),
+                "memory": loaded.model.memory(),
+                "drafter": spec,
+                "healthy": healthy,
+                "parts": [one.as_dict() for one in found],
+            }
         )
     else:
+        typer.echo(f"{loaded.name}: {report.backend(loaded.model.describe(), loaded.model.memory())}")
         for one in found:
             typer.echo(f"{one.drafter} on {one.target}: {'healthy' if one.healthy else 'NOT healthy'}")
             for check in one.checks:
@@ -107,8 +119,6 @@ def env(*, json: flags.Json = False) -> None:
       hyflash env
       hyflash env --json
     """
-    from hyflash import environment
-
     facts: dict[str, Any] = {
         "versions": environment.versions(),
         "git_commit": environment.git_commit(),
@@ -116,6 +126,7 @@ def env(*, json: flags.Json = False) -> None:
         "cache_dir": str(hub.cache_dir()),
         "row_invariance": environment.row_invariance(),  # before threads(): it sets the numerics variables
         "threads": environment.threads(),
+        "kernels": environment.kernels(),
     }
     if json:
         report.print_json(facts)
@@ -189,25 +200,3 @@ def _smollm2_hooks() -> TargetHooks:
         return torch.ones(*hidden.shape[:-1], info.vocab_size, device=hidden.device)
 
     return TargetHooks(info=info, embed=rows, head=head, head_rows=rows)
-
-
-@contextmanager
-def _bar(quiet: bool) -> Iterator[hub.Progress]:
-    """Progress of a pull on stderr: a bar on a terminal, a line per phase elsewhere."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    names = {"unpack": "unpacking", "check": "checking", "convert": "converting to dense weights (once, ~15 s)"}
-    console = Console(stderr=True)
-    seen: set[str] = set()
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("pull", total=None)
-
-        def step(what: str, done: int, total: int) -> None:
-            if what not in seen:
-                seen.add(what)
-                if not console.is_terminal:
-                    report.say(f"{names[what]} …", quiet=quiet)
-            bar.update(task, description=names[what], completed=done, total=total)
-
-        yield step

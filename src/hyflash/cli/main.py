@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     calm_libraries()
     _mend_streams()
     try:
-        with _tidy_when_terminated():
+        with _tidy_when_terminated(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             code = app(args=None if argv is None else list(argv), standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -152,6 +154,10 @@ def _usage(err: Any) -> str:
     where = err.ctx.command_path if err.ctx is not None else "hyflash"
     message = " ".join(str(err.format_message()).split()).rstrip(".")
     return f"{message} (see `{where} --help`)."
+
+
+def _show_warning(message: Warning | str, *_where: Any, **_how: Any) -> None:
+    _say(f"warning: {message}")
 
 
 def _say(sentence: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -26,6 +26,15 @@ def warn(warnings: Sequence[str]) -> None:
     """Warnings, one line each, on stderr."""
     for text in warnings:
         typer.echo(f"warning: {text}", err=True)
+
+
+def backend(facts: Mapping[str, Any], memory: Mapping[str, int]) -> str:
+    """One line on what computes the target and what it holds: `native Q4_1, float16 KV, avx512, 2 threads · ...`."""
+    names = [str(facts["backend"]), *(str(facts[key]) for key in ("weights", "dtype", "isa") if key in facts)]
+    names += [f"{facts['kv']} KV"] if "kv" in facts else []
+    names += [f"{facts['num_threads']} threads"] if "num_threads" in facts else []
+    parts = [f"{key.removesuffix('_bytes')} {size(value)}" for key, value in memory.items() if value]
+    return f"{', '.join(names)} · {', '.join(parts)}"
 
 
 def print_json(value: Any) -> None:

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hyflash.cli.loading import load_target
+
 if TYPE_CHECKING:
     from hyflash.api import LoadedTarget
+    from hyflash.core import TargetOptions
     from hyflash.engine.decode import Engine
 
 
@@ -27,17 +30,17 @@ def open_session(
     drafter: str,
     *,
     options: Sequence[str],
-    dtype: str,
-    threads: int | None,
+    how: TargetOptions,
     length: str,
     num_draft_tokens: int | None,
     exact: str,
     thinking: bool | None,
+    quiet: bool,
 ) -> Session:
     """Load everything. Raises UserError."""
     from hyflash import api
 
-    loaded = api.load_target(target, dtype=dtype, num_threads=threads)
+    loaded = load_target(target, how, quiet=quiet)
     made = api.load_drafter(drafter, loaded, options=options)
     return Session(
         loaded=loaded,

@@ -55,14 +55,38 @@ def print_rows(table: dict[str, Any]) -> None:
 
 
 def print_costs(table: dict[str, Any]) -> None:
-    """c(q) by width."""
-    for one in table["costs"]:
-        out = Table(title=f"{table['target']}, context {one['context']} tokens", title_justify="left")
-        for name in ("width", "ms", "c(q)", "ms per row"):
-            out.add_column(name, justify="right")
-        for width, sec in one["seconds"].items():
-            out.add_row(width, f"{sec * 1e3:.2f}", f"{one['c'][width]:.3f}", f"{sec * 1e3 / int(width):.2f}")
-        _console().print(out)
+    """Times of forwards by engine and width, one table a context, beside the floor and c(q)."""
+    console = _console()
+    console.print(
+        f"target {table['target']}, {table['threads']} threads, "
+        f"round trip between two {_number(table['pingpong_ns'], '{:.0f} ns')}, memory "
+        f"{table['bandwidth_gb_per_sec']:.1f} GB/s, int8 {_number(table['int8_gmac_per_sec'], '{:.0f} GMAC/s')}, "
+        f"float32 {_number(table['float32_gmac_per_sec'], '{:.0f} GMAC/s')} ({table['isa'] or 'no CPU kernels'})"
+    )
+    for one in table["engines"]:
+        console.print(
+            f"{one['engine']} {one['weights']}: {one['version']}; {one.get('build', '')}; best token as in the first "
+            f"engine in {one['same_best_token']} of {one['rows']} rows, logits {one['logit_error']:.2%} apart"
+        )
+    for context in dict.fromkeys(row["context"] for row in table["results"]):
+        out = Table(title=f"after {context} tokens", title_justify="left")
+        for name in ("engine", "weights", "width", "ms", "best ms", "floor ms", "of floor", "c(q)", "ms per row"):
+            out.add_column(name, justify="left" if name in ("engine", "weights") else "right")
+        for row in table["results"]:
+            if row["context"] == context:
+                out.add_row(*_cost(row), end_section=row["width"] == max(r["width"] for r in table["results"]))
+        console.print(out)
+    for row in table["prefill"]:
+        console.print(
+            f"{row['engine']} {row['weights']}: a prompt of {row['tokens']} tokens at "
+            f"{row['tokens_per_sec_median']:.0f} tokens/s (best {row['tokens_per_sec_best']:.0f})"
+        )
+
+
+def _cost(row: dict[str, Any]) -> tuple[str, ...]:
+    ms, floor = row["ms_median"], row["floor_ms"]
+    numbers = (f"{ms:.2f}", f"{row['ms_min']:.2f}", f"{floor:.2f}", f"{ms / floor:.2f}x", f"{row['c']:.2f}")
+    return (row["engine"], row["weights"], str(row["width"]), *numbers, f"{ms / row['width']:.2f}")
 
 
 def print_drafters(entries: list[dict[str, Any]]) -> None:

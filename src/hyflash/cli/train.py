@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hyflash.cli import flags, report
+from hyflash.cli.loading import progress
 
 
 def train(
@@ -30,7 +31,8 @@ def train(
     """
     from hyflash.train.trainer import run
 
-    best = run(recipe, out_dir=out, overrides=option or (), resume=resume, quiet=quiet)
+    with progress(quiet) as step:
+        best = run(recipe, out_dir=out, overrides=option or (), resume=resume, quiet=quiet, report=step)
     if json:
         from hyflash.checkpoint import read_card
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
 from hyflash.errors import HyflashError
+from hyflash.ops.kernels import Kernels
 from hyflash.options import Options
 
 
@@ -95,6 +96,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def cost(self, context_tokens: int) -> DraftCost:
         """Static bytes and FLOPs of one sequence at this context."""
+
+    def use_kernels(self, kernels: Kernels | None) -> bool:
+        """Serve on the CPU kernels from now on (None: on torch); whether this drafter can. Training stays on torch."""
+        return False
 
     def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
         """Kind of proposal each row would get (lookup: its match length); acceptance is kept apart by it."""

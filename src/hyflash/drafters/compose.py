@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.errors import UserError
+from hyflash.ops.kernels import Kernels
 
 NUM_BUCKETS = 8
 PRIOR_RATE = 0.45
@@ -129,6 +130,11 @@ class Composite(Drafter):
         for p, members in self._dear(state, request=request, choices=choices).items():
             num_nonfinite += self._run(state, request=request, p=p, members=members, choices=choices)
         return self._merge(choices, device=request.anchors.device, num_nonfinite=num_nonfinite)
+
+    def use_kernels(self, kernels: Kernels | None) -> bool:
+        """Each part that can."""
+        served = [drafter.use_kernels(kernels) for drafter in self._drafters]
+        return any(served)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Sum of the parts, and the evidence."""
@@ -272,6 +278,8 @@ def _agreement(own: list[int], run: list[int]) -> tuple[int, int]:
 
 def _subset(request: DraftRequest, *, members: Sequence[int], limit: int) -> DraftRequest:
     """The request for some of its rows, asking for at most `limit` tokens."""
+    if len(members) == len(request.rows) and max(request.num_tokens, default=0) <= limit:
+        return request
     return DraftRequest(
         rows=tuple(request.rows[b] for b in members),
         anchors=request.anchors[list(members)],

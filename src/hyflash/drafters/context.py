@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hyflash.drafters.base import State
+from hyflash.errors import HyflashError
+from hyflash.layers import rms
+from hyflash.ops.kernels import Kernels, Ring
 from hyflash.ops.rope import rope_tables, rotate
 
 GROW_TOKENS = 256
@@ -40,14 +44,38 @@ class ContextShape:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def like(cls, weight: Tensor, *, num_kv_heads: int, head_dim: int, rope_theta: float) -> ContextShape:
+        """Of a weight's dtype and device."""
+        return cls(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rope_theta=rope_theta,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values at one layer."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
+    def turns(self, first: int, last: int) -> Tensor:
+        """Cosines, then sines, of half a head at positions first..last - 1: (n, K)."""
+        size = GROW_TOKENS
+        while size < last:
+            size *= 2
+        return _turn_table(size, self.head_dim, self.rope_theta)[first:last]
+
     def empty(self, *lead: int) -> Tensor:
         """Zeros (*lead, 2, G, K): keys at index 0, values at 1."""
         return torch.zeros(*lead, 2, self.num_kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+
+
+@lru_cache(maxsize=8)
+def _turn_table(num: int, dim: int, theta: float) -> Tensor:
+    cos, sin = rope_tables(torch.arange(num), dim=dim, theta=theta)
+    return torch.cat((cos[:, : dim // 2], sin[:, : dim // 2]), dim=-1)
 
 
 class ContextStore(ABC):
@@ -63,6 +91,16 @@ class ContextStore(ABC):
     @abstractmethod
     def view(self, rows: list[int], lengths: list[int]) -> ContextView:
         """What rows of these lengths hold."""
+
+    @abstractmethod
+    def append_packed(
+        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
+    ) -> None:
+        """Add one row's keys, not yet normed, and values (T, G, K) at positions from `start` on."""
+
+    @abstractmethod
+    def ring(self, row: int, length: int, num_slots: int) -> Ring:
+        """The same view of one row for the CPU kernels."""
 
     @abstractmethod
     def clear(self, row: int) -> None:
@@ -111,6 +149,23 @@ class RingStore(ContextStore):
         keys = rotate(data[:, :, 0], cos, sin)
         return ContextView(keys=keys, values=data[:, :, 1], positions=position, anchors=held[:, 0])
 
+    def append_packed(
+        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
+    ) -> None:
+        skipped = max(0, len(keys) - self.window)  # would be overwritten at once
+        place = (start + skipped) % self.window
+        kernels.ring_append(keys[skipped:], values[skipped:], norm, eps, self.data[row], place)
+
+    def ring(self, row: int, length: int, num_slots: int) -> Ring:
+        held = min(length, self.window)
+        return Ring(
+            data=self.data[row],
+            first=length % self.window if length > self.window else 0,
+            held=held,
+            key_turns=self.shape.turns(0, held),
+            slot_turns=self.shape.turns(held, held + num_slots),
+        )
+
     def clear(self, row: int) -> None:
         self.data[row].zero_()
 
@@ -158,6 +213,15 @@ class GrowingStore(ContextStore):
         anchors = torch.tensor(lengths, dtype=torch.int64, device=device)
         return ContextView(keys=data[:, :, 0], values=data[:, :, 1], positions=position, anchors=anchors)
 
+    def append_packed(
+        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
+    ) -> None:
+        self.append([row], [start], [len(keys)], (rms(keys, eps) * norm)[None], values[None])
+
+    def ring(self, row: int, length: int, num_slots: int) -> Ring:
+        turns = self.shape.turns(length, length + num_slots)
+        return Ring(data=self.data[row], first=0, held=length, key_turns=None, slot_turns=turns)
+
     def clear(self, row: int) -> None:
         self.data[row] = self.shape.empty(0)
 
@@ -181,6 +245,13 @@ class BlockState(State):
     """One per layer."""
     fixed: dict[str, Tensor] = field(default_factory=dict)
     """Name -> (rows, ...): last features, seen tokens, memories."""
+
+    @classmethod
+    def of(cls, state: State) -> BlockState:
+        """The state, known to be a block drafter's. Raises HyflashError for another's."""
+        if not isinstance(state, cls):
+            raise HyflashError(f"expected a block drafter's state, found {type(state).__name__}.")
+        return state
 
     def reset(self, row: int) -> None:
         self.lengths[row] = 0

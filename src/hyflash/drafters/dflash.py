@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
 from hyflash.drafters import zlab
-from hyflash.drafters.base import Drafter, DrafterConfig, State, pick_tokens
+from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.context import BlockState, ContextShape, ContextStore, GrowingStore, RingStore
-from hyflash.drafters.objective import block_loss
+from hyflash.drafters.objective import at_positions, block_loss
+from hyflash.drafters.packed_parts import MemoryParts, PackedDrafter, PackedLayer
+from hyflash.drafters.packing import PackingDrafter
 from hyflash.drafters.vocab import HeadRows, ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import (
@@ -33,6 +35,7 @@ from hyflash.layers import (
     init_linear,
 )
 from hyflash.ops.attention import context_mask
+from hyflash.ops.kernels import HEAD_STEP, Kernels
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rope_tables, rotate
 
@@ -40,7 +43,7 @@ FEATURE_LIMIT = 65504.0
 Reader = Callable[[Tensor], Tensor]
 
 
-class DrafterImpl(Drafter):
+class DrafterImpl(PackingDrafter):
     """Block drafter with attention to the context features of the target, full or windowed."""
 
     Config: ClassVar[type[DrafterConfig]] = DFlashConfig
@@ -82,7 +85,6 @@ class DrafterImpl(Drafter):
         self.register_buffer("draft_ids", static)
         self._rows = HeadRows(hooks) if cfg.draft_vocab_size > 0 else None
         self._head: ReducedHead | None = None
-        self.register_load_state_dict_post_hook(_forget_head)  # type: ignore[no-untyped-call]
 
     @classmethod
     def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
@@ -122,7 +124,7 @@ class DrafterImpl(Drafter):
         if ids.shape != (size,) or len(torch.unique(ids)) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise UserError(f"draft vocabulary must be {size} distinct token ids below {vocab}; found {len(ids)} ids.")
         self.draft_ids.copy_(ids)
-        self._head = None
+        self.forget()
 
     def context_features(self, taps: Tensor) -> Tensor:
         """Fuse clamped features (..., C, D) into context features (..., D)."""
@@ -140,11 +142,12 @@ class DrafterImpl(Drafter):
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.hooks.embed(tokens).detach().to(self.fc.weight.dtype)
 
-    def _slot_inputs(self, tokens: Tensor, before: Tensor) -> Tensor:
+    def _slot_inputs(self, tokens: Tensor, before: Tensor, packed: PackedDrafter | None = None) -> Tensor:
         """Block inputs (B, A, 1 + L, D) of anchor tokens (B, A) and start taps at anchor - 1 (B, A, C', D)."""
         anchor = self._embed(tokens)
         if self.ridge is not None:
-            slots = self.ridge(before, anchor).to(anchor.dtype)
+            start = self.ridge if packed is None else packed.start
+            slots = start(before, anchor).to(anchor.dtype)
         else:
             mask = self._embed(torch.tensor(self.config.mask_token_id, device=tokens.device))
             slots = mask.expand(*tokens.shape, self.config.num_draft_tokens, -1)
@@ -182,6 +185,8 @@ class DrafterImpl(Drafter):
 
     def forward(self, batch: TrainBatch) -> DraftOutput:
         """Hidden states of all draft positions at all anchors, corrections teacher-forced."""
+        if torch.is_grad_enabled():
+            self.forget()  # a step will follow
         taps = self._clean(batch.features)
         context = self.context_features(taps)  # (B, T, D)
         num_tokens = batch.tokens.shape[1]
@@ -207,13 +212,13 @@ class DrafterImpl(Drafter):
         x = self._slot_inputs(batch.tokens.gather(1, anchors), self._before(taps, anchors))
         hidden = self._run(x, contexts)
         ahead = anchors[..., None] + torch.arange(1 + self.config.num_draft_tokens, device=anchors.device)
-        tokens = _pick(batch.tokens, ahead.clamp(max=num_tokens - 1))  # (B, A, 1 + L)
+        tokens = at_positions(batch.tokens, ahead.clamp(max=num_tokens - 1))  # (B, A, 1 + L)
         if self.correction is not None:
             previous = self._embed(tokens[..., :-1]).flatten(0, 1)
             state = previous.new_zeros(len(previous), self.correction.state_width)
             hidden = self.correction(hidden.flatten(0, 1), previous, state)[0].view_as(hidden)
         exists = (ahead < batch.lengths[:, None, None]) & batch.anchor_mask[..., None]
-        wanted = _pick(batch.loss_mask, ahead.clamp(max=num_tokens - 1)) & exists
+        wanted = at_positions(batch.loss_mask, ahead.clamp(max=num_tokens - 1)) & exists
         # A position after a gap is never reached in decoding, so it is not a label either.
         mask = wanted[..., 1:].long().cumprod(-1).bool()
         return DraftOutput(hidden=hidden, labels=tokens[..., 1:], mask=mask)
@@ -234,13 +239,14 @@ class DrafterImpl(Drafter):
         """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
         final = self._clean(batch.features)[:, :, self.target_layer_ids.index(self.hooks.info.num_layers)]
         ahead = batch.anchors[..., None] + torch.arange(self.config.num_draft_tokens, device=batch.anchors.device)
-        return _pick(final, ahead.clamp(0, batch.tokens.shape[1] - 1))
+        return at_positions(final, ahead.clamp(0, batch.tokens.shape[1] - 1))
 
     @torch.no_grad()
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
         """Fit the ridge start: slot k's input is the target's final hidden state that predicts anchor + k."""
         if self.ridge is None:
             return {}
+        self.forget()
         cfg, ridge = self.config, self.ridge
         sums = NormalEquations(ridge.num_inputs, cfg.num_draft_tokens * cfg.hidden_size)
         for batch in batches:
@@ -252,28 +258,14 @@ class DrafterImpl(Drafter):
             sums.add(inputs[whole], self._target_hidden(batch)[whole].flatten(1), batch.weights[whole])
         if sums.num_rows == 0:
             raise UserError(f"ridge start: no anchor with {cfg.num_draft_tokens} tokens after it; give longer answers.")
-        weight, bias = sums.solve(relative_lambda=cfg.start_lambda)
-        if ridge.rank > 0:
-            up, down, bias = sums.reduce_rank(weight, ridge.rank)
-            ridge.down.weight.copy_(down)
-            ridge.up.weight.copy_(up)
-            weight = up @ down
-        else:
-            ridge.up.weight.copy_(weight)
-        ridge.up.bias.copy_(bias)
-        return {"start_rows": float(sums.num_rows), "start_explained": sums.explained(weight, bias)}
+        return {"start_rows": float(sums.num_rows), "start_explained": ridge.fit(sums, cfg.start_lambda)}
 
     # ---------------------------------------------------------------------------------------- serving
 
     def _shape(self) -> ContextShape:
-        weight = self.fc.weight
         cfg = self.config
-        return ContextShape(
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            rope_theta=cfg.rope_theta,
-            dtype=weight.dtype,
-            device=weight.device,
+        return ContextShape.like(
+            self.fc.weight, num_kv_heads=cfg.num_kv_heads, head_dim=cfg.head_dim, rope_theta=cfg.rope_theta
         )
 
     def _fixed(self, num_rows: int) -> dict[str, Tensor]:
@@ -294,20 +286,46 @@ class DrafterImpl(Drafter):
         ]
         return BlockState(lengths=[0] * num_rows, stores=stores, fixed=self._fixed(num_rows))
 
+    def pack(self, kernels: Kernels) -> PackedDrafter | None:
+        """For heads whose width is a multiple of 16, and windows that all slots share."""
+        if self.config.head_dim % HEAD_STEP or self.config.window_counts_slots:
+            return None
+        layers = enumerate(self._layers())
+        return PackedDrafter(
+            kernels,
+            [PackedLayer(kernels, layer, self._memory_parts(i), causal=self._causal(i)) for i, layer in layers],
+            fc=self.fc,
+            tap_norm=self.tap_norm,
+            hidden_norm=self.hidden_norm,
+            ridge=self.ridge,
+            gru=self.correction if isinstance(self.correction, GRUCorrection) else None,
+            norm=self.norm,
+            mask=None if self.ridge is not None else self._embed(torch.tensor(self.config.mask_token_id)),
+            num_slots=1 + self.config.num_draft_tokens,
+            hooks=self.hooks,
+        )
+
+    def _memory_parts(self, layer: int) -> MemoryParts | None:
+        """Memory of a layer; DFlash has none."""
+        return None
+
     @torch.no_grad()
     def commit(self, state: State, new: Commit) -> None:
         """Project the committed tokens' features and store keys and values."""
-        own = _own(state)
+        own = BlockState.of(state)
         if not new.rows or max(new.lengths) == 0:
             return
         rows, lengths = list(new.rows), list(new.lengths)
         taps = self._clean(new.features)
-        context = self.context_features(taps)
         starts = [own.lengths[row] for row in rows]
-        for layer, store in zip(self._layers(), own.stores, strict=True):
-            keys, values = layer.self_attn.keys_values(context)
-            store.append(rows, starts, lengths, keys, values)
-        self._write_memory(own, rows, lengths, context)
+        if self.packed is not None:
+            self.packed.commit(own, rows, starts, lengths, taps)
+        else:
+            context = self.context_features(taps)
+            for layer, store in zip(self._layers(), own.stores, strict=True):
+                keys, values = layer.self_attn.keys_values(context)
+                store.append(rows, starts, lengths, keys, values)
+            self._write_memory(own, rows, lengths, context)
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             own.lengths[row] += length
             if length > 0 and "last" in own.fixed:
@@ -329,8 +347,13 @@ class DrafterImpl(Drafter):
     @torch.no_grad()
     def block_hidden(self, state: State, request: DraftRequest) -> Tensor:
         """Hidden states (B, L, D) of a full block after each row's anchor, before correction and head."""
-        own, rows = _own(state), list(request.rows)
+        own, rows = BlockState.of(state), list(request.rows)
         lengths = [own.lengths[row] for row in rows]
+        before = own.fixed["last"][rows] if "last" in own.fixed else self.fc.weight.new_zeros(len(rows), 0)
+        x = self._slot_inputs(request.anchors[:, None], before[:, None], self.packed)
+        if self.packed is not None:
+            x = self.packed.run(x[:, 0], own, rows)
+            return x if self.norm is None else self.norm(x)
         contexts = []
         for i, store in enumerate(own.stores):
             view = store.view(rows, lengths)
@@ -348,22 +371,25 @@ class DrafterImpl(Drafter):
                     memory=self._serve_reader(i, own, rows),
                 )
             )
-        before = own.fixed["last"][rows] if "last" in own.fixed else self.fc.weight.new_zeros(len(rows), 0)
-        x = self._slot_inputs(request.anchors[:, None], before[:, None])
         return self._run(x, contexts)[:, 0]
 
     @torch.no_grad()
     def propose(self, state: State, request: DraftRequest) -> Proposal:
         """Greedy draft tokens. The whole block is always computed: tokens do not depend on how many are asked."""
-        own = _own(state)
+        own = BlockState.of(state)
         wanted = tuple(self._room(own, row, n) for row, n in zip(request.rows, request.num_tokens, strict=True))
         depth = max(wanted, default=0)
         if depth == 0:
             none = torch.zeros(len(wanted), 0, device=request.anchors.device)
             return Proposal(tokens=none.long(), lengths=wanted, confidence=none)
+        if self.packed is not None and self._head_packs():
+            return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
         head = self._serving_head(own, request)
-        logits = head.logits(hidden) if self.correction is None else self._corrected(head, hidden, request.anchors)
+        if self.correction is None:
+            logits = head.logits(hidden)
+        else:
+            logits = head.corrected(hidden, request.anchors, self.correction, self._embed)
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
         step = torch.arange(depth, device=columns.device)
         real = step < torch.tensor(lengths, device=columns.device)[:, None]
@@ -371,28 +397,27 @@ class DrafterImpl(Drafter):
             tokens=head.token_ids(columns) * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut
         )
 
+    def _head_packs(self) -> bool:
+        """Whether the kernels can do a whole pass: an embedding they can read, a reduced vocabulary, at most a GRU."""
+        known = self.correction is None or isinstance(self.correction, GRUCorrection)
+        return known and self.draft_ids is not None and self.hooks.table is not None
+
+    def _reduced_head(self) -> ReducedHead:
+        if self.draft_ids is None or self._rows is None:
+            raise HyflashError("this drafter uses the full vocabulary.")
+        if self._head is None:
+            self._head = ReducedHead(self._rows, self.draft_ids)
+        return self._head
+
     def _room(self, state: BlockState, row: int, asked: int) -> int:
         """Tokens that may be drafted for a row: no more than asked, than a block has, than positions are left."""
         most = min(asked, self.max_draft_tokens)
         return most if self.max_positions is None else max(0, min(most, self.max_positions - 1 - state.lengths[row]))
 
     def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
-        if self.draft_ids is None or self._rows is None:
+        if self.draft_ids is None:
             return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None)
-        if self._head is None:
-            self._head = ReducedHead(self._rows, self.draft_ids)
-        return self._head.serving(state.fixed["seen"][list(request.rows)], request.anchors)
-
-    def _corrected(self, head: ServingHead, hidden: Tensor, anchors: Tensor) -> Tensor:
-        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it."""
-        assert self.correction is not None
-        state = hidden.new_zeros(len(hidden), self.correction.state_width)
-        previous, steps = anchors, []
-        for k in range(hidden.shape[1]):
-            fixed, state = self.correction(hidden[:, k : k + 1], self._embed(previous)[:, None], state)
-            steps.append(head.logits(fixed))
-            previous = head.token_ids(steps[-1][:, 0].argmax(-1))
-        return torch.cat(steps, dim=1)
+        return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], request.anchors)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `State.nbytes` counts them; FLOPs of one full block and of one committed token."""
@@ -418,18 +443,7 @@ class DrafterImpl(Drafter):
             commit_flops_per_token=2 * self.fc.weight.numel() + cfg.num_layers * per_layer + memory_commit,
         )
 
-
-def _forget_head(drafter: DrafterImpl, _keys: object) -> None:
-    drafter._head = None
-
-
-def _pick(values: Tensor, positions: Tensor) -> Tensor:
-    """values (B, T, ...) at positions (B, A, L) -> (B, A, L, ...)."""
-    rows = torch.arange(len(values), device=values.device)[:, None, None]
-    return values[rows, positions]
-
-
-def _own(state: State) -> BlockState:
-    if not isinstance(state, BlockState):
-        raise HyflashError(f"expected a block drafter's state, found {type(state).__name__}.")
-    return state
+    def forget(self) -> None:
+        """Drop what was made from the weights: packed ones, and the rows of the reduced head."""
+        super().forget()
+        self._head = None

@@ -22,8 +22,10 @@ from hyflash.drafters import dflash
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.context import BlockState
+from hyflash.drafters.packed_parts import MemoryParts, PackedDrafter
 from hyflash.errors import UserError
 from hyflash.layers import RMSNorm, init_linear
+from hyflash.ops.kernels import HEAD_STEP, Kernels
 from hyflash.ops.memory import MEMORY_CORES, MemoryCore, empty_state, gates, read, read_at_anchors, write
 
 Reader = Callable[[Tensor], Tensor]
@@ -192,6 +194,29 @@ class DrafterImpl(dflash.DrafterImpl):
                 device=self.fc.weight.device,
             )
         return fixed
+
+    def _memory_parts(self, layer: int) -> MemoryParts | None:
+        if self.config.memory_core == "none":
+            return None
+        memory = self._memories()[layer]
+        return MemoryParts(
+            core=memory.core.name,
+            queries=memory.q_proj,
+            gates=memory.z_proj,
+            keys=memory.k_proj,
+            values=memory.v_proj,
+            decay=memory.a_proj,
+            strength=memory.b_proj,
+            a_log=memory.A_log,
+            dt_bias=memory.dt_bias,
+            norm=memory.norm,
+            out=memory.o_proj,
+        )
+
+    def pack(self, kernels: Kernels) -> PackedDrafter | None:
+        """As DFlash; the memory's width must be a multiple of 16 as well."""
+        fits = self.config.memory_core == "none" or self.config.memory_dim % HEAD_STEP == 0
+        return super().pack(kernels) if fits else None
 
     def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
         valid = torch.tensor(lengths, device=context.device)

@@ -69,3 +69,9 @@ def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))  # once, not once a chunk
     return partial(head_logits, weight=weight, bias=bias), index
+
+
+def at_positions(values: Tensor, positions: Tensor) -> Tensor:
+    """values (B, T, ...) at positions (B, A, L) -> (B, A, L, ...)."""
+    rows = torch.arange(len(values), device=values.device)[:, None, None]
+    return values[rows, positions]

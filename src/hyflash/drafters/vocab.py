@@ -7,12 +7,14 @@ has the static part). In: hidden states and which tokens each row has seen. Out:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hyflash.core import TargetHooks
+from hyflash.layers import GRUCorrection, MarkovCorrection
 
 # Finite, so that a masked column is not taken for a fault of the drafter.
 HIDDEN_LOGIT = -1e30
@@ -75,6 +77,22 @@ class ServingHead:
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of logit columns."""
         return columns if self.ids is None else self.ids[columns]
+
+    def corrected(
+        self,
+        hidden: Tensor,
+        anchors: Tensor,
+        correction: MarkovCorrection | GRUCorrection,
+        embed: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it."""
+        state = hidden.new_zeros(len(hidden), correction.state_width)
+        previous, steps = anchors, []
+        for k in range(hidden.shape[1]):
+            fixed, state = correction(hidden[:, k : k + 1], embed(previous)[:, None], state)
+            steps.append(self.logits(fixed))
+            previous = self.token_ids(steps[-1][:, 0].argmax(-1))
+        return torch.cat(steps, dim=1)
 
 
 class ReducedHead:

@@ -16,17 +16,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftRequest, Event, Proposal, Request, Result, RoundTrace, Rows, Verdict
+from hyflash.core import (
+    Commit,
+    DraftRequest,
+    Event,
+    Proposal,
+    Request,
+    Result,
+    RoundTrace,
+    Rows,
+    TargetOutput,
+    Verdict,
+)
 from hyflash.drafters.base import Drafter, State
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.progress import Progress
-from hyflash.engine.verify import verify
+from hyflash.engine.verify import choices, num_best, verify
 from hyflash.errors import UserError
+from hyflash.sampling import is_plain_greedy
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
 
 Exact = Literal["auto", "recheck", "off"]
 NO_DRAFT: tuple[int, ...] = ()
+LATE_TOKENS = 64
+"""Committed tokens that a drafter may not have seen yet while its request drafts nothing: one commit of many costs
+little more than one of a single token."""
 
 
 class Engine:
@@ -68,6 +83,7 @@ class Engine:
         self._stats: dict[int, RowStats] = {}
         self._results: dict[int, Result] = {}
         self._next_id = 0
+        self._late: dict[int, list[tuple[list[int], Tensor | None]]] = {}  # what drafters have not seen, per request
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -180,6 +196,9 @@ class Engine:
                     events.append(self._event(progress, (), 0, 0))
                 if progress.seq >= 0:
                     if self._state is not None:
+                        if progress.finish_reason != "cancelled":  # which may follow a fault of the drafter
+                            self._catch_up([progress])
+                        self._late.pop(progress.request_id, None)
                         progress.draft_state_bytes = self._state.nbytes(progress.row)
                         self._state.reset(progress.row)
                     self.target.close(progress.seq)
@@ -211,7 +230,7 @@ class Engine:
     def _round(self, running: list[Progress]) -> list[Event]:
         """Propose, verify and commit once for every running request."""
         began = time.perf_counter()
-        drafts, sources = self._propose(running)
+        asked, drafts, sources = self._propose(running)
         drafted = time.perf_counter()
         blocks = [[p.anchor, *d] for p, d in zip(running, drafts, strict=True)]
         rows = Rows(
@@ -219,14 +238,14 @@ class Engine:
             seqs=tuple(p.seq for p in running),
             lengths=tuple(len(block) for block in blocks),
             taps=self._taps,
+            top=num_best(self._epsilon) if all(is_plain_greedy(p.params) for p in running) else 0,
         )
         out = self.target.forward(rows)
         verified = time.perf_counter()
-        assert out.logits is not None
         events, committed, accepted, first = [], [], [], 0
         for p, d, block, source in zip(running, drafts, blocks, sources, strict=True):
             before = len(p.token_ids)
-            outcome = self._verify(p, out.logits[first : first + len(block)], d, width=len(rows.tokens))
+            outcome = self._verify(p, out, first, d, width=len(rows.tokens))
             first += len(block)
             committed.append(outcome[1])
             accepted.append(outcome[0])
@@ -239,11 +258,14 @@ class Engine:
             self.target.truncate(p.seq, p.position - 1)
             events.append(self._event(p, tuple(p.token_ids[before:]), len(d), outcome[0]))
         ready = time.perf_counter()
-        verdict = _verdict(drafts, accepted, sources)
         kept = [block[:n] for block, n in zip(blocks, committed, strict=True)]
-        self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
+        if any(drafts):
+            verdict = _verdict(drafts, accepted, sources)
+            self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
+        else:
+            self._commit_later(running, kept, out.features, rows.lengths)
         self.policy.observe_times(
-            draft_sec=drafted - began + time.perf_counter() - ready,
+            draft_sec=drafted - began + time.perf_counter() - ready if asked else 0.0,
             verify_sec=verified - drafted,
             width=len(rows.tokens),
             num_rows=len(running),
@@ -252,16 +274,17 @@ class Engine:
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _propose(self, running: list[Progress]) -> tuple[list[tuple[int, ...]], list[str]]:
-        """Draft tokens and their source for each request; empty where none are wanted or possible."""
+    def _propose(self, running: list[Progress]) -> tuple[bool, list[tuple[int, ...]], list[str]]:
+        """Whether the drafter ran; draft tokens and their source for each request, empty where there are none."""
         drafts: list[tuple[int, ...]] = [NO_DRAFT] * len(running)
         sources = [""] * len(running)
         if self.drafter is None or self._state is None:
-            return drafts, sources
+            return False, drafts, sources
         wanted = [self._length(p, len(running)) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen:
-            return drafts, sources
+            return False, drafts, sources
+        self._catch_up(running)
         proposal = self.drafter.propose(
             self._state,
             DraftRequest(
@@ -278,7 +301,7 @@ class Engine:
             good = next((n for n, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))
             drafts[i] = tuple(tokens[:good])
             sources[i] = proposal.sources[at] if proposal.sources else type(self.drafter).__module__.rpartition(".")[2]
-        return drafts, sources
+        return True, drafts, sources
 
     def _length(self, p: Progress, num_rows: int) -> int:
         """Draft tokens to ask for: the policy's choice within every limit."""
@@ -298,30 +321,32 @@ class Engine:
                 warnings.warn("the drafter gave non-finite logits; those proposals were cut short.", stacklevel=2)
             self.counters["draft_nonfinite"] += proposal.num_nonfinite
 
-    def _verify(self, p: Progress, logits: Tensor, drafts: tuple[int, ...], *, width: int) -> tuple[int, int]:
-        """Accepted and committed tokens of one request's block."""
-        alone = width == 1
+    def _verify(
+        self, p: Progress, out: TargetOutput, first: int, drafts: tuple[int, ...], *, width: int
+    ) -> tuple[int, int]:
+        """Accepted and committed tokens of one request's block, whose rows begin at `first`."""
+        is_alone = width == 1
         if self.exactness == "recheck":
-            alone = alone and p.num_alone == p.position - 1
-            p.num_alone += alone
+            is_alone = is_alone and p.num_alone == p.position - 1
+            p.num_alone += is_alone
 
         def recheck() -> Tensor:
             """Logits after the anchor at width 1; near ties are decided on keys and values made at width 1 as well."""
             text = (*p.request.prompt_ids, *p.token_ids)
-            first = p.num_alone if self.exactness == "recheck" else len(text) - 1
-            self.target.truncate(p.seq, first)
-            for token in text[first:]:
-                out = self.target.forward(Rows(tokens=torch.tensor([token]), seqs=(p.seq,), lengths=(1,)))
+            begin = p.num_alone if self.exactness == "recheck" else len(text) - 1
+            self.target.truncate(p.seq, begin)
+            for token in text[begin:]:
+                alone = self.target.forward(Rows(tokens=torch.tensor([token]), seqs=(p.seq,), lengths=(1,)))
             p.num_alone = len(text)
-            assert out.logits is not None
-            return out.logits[0]
+            assert alone.logits is not None
+            return alone.logits[0]
 
         outcome = verify(
             p,
-            logits,
+            choices(p, out, first, len(drafts) + 1, epsilon=self._epsilon),
             drafts,
             epsilon=self._epsilon,
-            recheck=None if alone else recheck,
+            recheck=None if is_alone else recheck,
             recheck_ties=self.exactness == "recheck",
         )
         self.counters["near_ties"] += outcome.num_near_ties
@@ -354,6 +379,32 @@ class Engine:
             rows=tuple(p.row for p in requests), tokens=tokens, features=padded, lengths=lengths, verdict=verdict
         )
         self.drafter.commit(self._state, commit)
+
+    def _commit_later(
+        self, requests: list[Progress], kept: list[list[int]], features: Tensor | None, widths: tuple[int, ...]
+    ) -> None:
+        """Keep what was committed without drafts until a drafter needs it, or there is much of it."""
+        if self.drafter is None:
+            return
+        first = 0
+        for p, ids, width in zip(requests, kept, widths, strict=True):
+            part = None if features is None else features[first : first + len(ids)].clone()
+            self._late.setdefault(p.request_id, []).append((ids, part))
+            first += width
+        self._catch_up([p for p in requests if len(self._late[p.request_id]) >= LATE_TOKENS])
+
+    def _catch_up(self, requests: list[Progress]) -> None:
+        """Commit what was kept for later, all of it for each request."""
+        behind = [p for p in requests if p.request_id in self._late]
+        if not behind:
+            return
+        kept, parts = [], []
+        for p in behind:
+            late = self._late.pop(p.request_id)
+            kept.append([token for ids, _ in late for token in ids])
+            parts += [part for _, part in late if part is not None]
+        features = torch.cat(parts) if parts else None
+        self._commit(behind, kept, features, tuple(map(len, kept)), verdict=None)
 
     def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
         final = p.finish_reason is not None

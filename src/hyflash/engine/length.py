@@ -52,7 +52,7 @@ class LengthPolicy(ABC):
         """Draft tokens for one row of a batch of `num_rows`, from 0 to `most`."""
 
     def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:  # noqa: B027
-        """Wall-clock of one round; policies that do not measure ignore it."""
+        """Wall-clock of one round; draft_sec is 0 where the drafter did not run. Some policies do not measure."""
 
 
 class FixedLength(LengthPolicy):
@@ -76,6 +76,8 @@ class AdaptiveLength(LengthPolicy):
     """
 
     MAX_PAUSE = 64
+    FOLLOW = 0.1
+    """Weight of a new time against those before."""
 
     def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8) -> None:
         if 1 not in costs:
@@ -85,7 +87,7 @@ class AdaptiveLength(LengthPolicy):
         self.max_draft_tokens = max_draft_tokens
         self._costs = dict(sorted(costs.items()))
         self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on
-        self._one_sec = 0.0
+        self._one_sec, self._seen_one = 0.0, False
 
     def cost(self, width: float) -> float:
         """c(width), linear between and beyond the measured widths."""
@@ -118,8 +120,18 @@ class AdaptiveLength(LengthPolicy):
         return best
 
     def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:
-        """Follow the drafter's share of a width-1 forward."""
-        one = verify_sec / max(self.cost(width), 1e-9)
-        self._one_sec = one if not self._one_sec else 0.9 * self._one_sec + 0.1 * one
+        """Follow the drafter's share of a width-1 forward, and c(q) itself once width 1 has been seen.
+
+        The table may come from a busy moment, and from another context length.
+        """
+        if width == 1:
+            self._seen_one = True
+        elif self._seen_one:
+            cost = self.cost(width)
+            self._costs[width] = max(1.0, cost + self.FOLLOW * (verify_sec / self._one_sec - cost))
+            self._costs = dict(sorted(self._costs.items()))
+        if width == 1 or not self._seen_one:
+            one = verify_sec / max(self.cost(width), 1e-9)
+            self._one_sec = one if not self._one_sec else self._one_sec + self.FOLLOW * (one - self._one_sec)
         if draft_sec > 0 and self._one_sec > 0:
-            self._draft_cost += 0.1 * (draft_sec / self._one_sec - self._draft_cost)
+            self._draft_cost += self.FOLLOW * (draft_sec / self._one_sec - self._draft_cost)

@@ -1,18 +1,20 @@
 """Verification of one request's block: walk its rows, let the target choose, stop at the first disagreement.
 
-In: logits of the rows [anchor, d_1 .. d_n] and the draft tokens d. Out: what was committed, through
+In: what the target says after the rows [anchor, d_1 .. d_n], and the draft tokens d. Out: what was committed, through
 `Progress.push`, one token at a time, so penalties, budgets and stops see the block as plain decoding would.
 A deterministic proposal is accepted iff it equals the target's own choice at that position.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hyflash.core import TargetOutput
 from hyflash.engine.progress import Progress
 from hyflash.sampling import Choice, choose, is_plain_greedy
 
@@ -29,14 +31,14 @@ class Outcome:
 
 def verify(
     progress: Progress,
-    logits: Tensor,
+    chosen: Callable[[int], Choice],
     drafts: Sequence[int],
     *,
     epsilon: float,
     recheck: Callable[[], Tensor] | None,
     recheck_ties: bool,
 ) -> Outcome:
-    """Commit the target's choices along the block: logits (len(drafts)+1, V) float32.
+    """Commit the target's choices along the block; `chosen(i)` is the one after row i, 0 to len(drafts).
 
     `recheck()` computes the logits after the anchor anew at width 1; it is None where they are already. The block then
     ends there, since the rows behind it were forwarded beside others. A choice that a change of every logit by
@@ -44,14 +46,13 @@ def verify(
     behind them may be the cause), end the request with an error.
     """
     accepted = committed = near_ties = rechecks = 0
-    greedy = _greedy_rows(logits, epsilon) if is_plain_greedy(progress.params) else None
     for i in range(len(drafts) + 1):
-        choice = greedy[i] if greedy is not None else _choose(progress, logits[i])
+        choice = chosen(i)
         near_tie = choice.finite and choice.margin < epsilon
         near_ties += near_tie
         ends_block = recheck is not None and (not choice.finite or (near_tie and recheck_ties))
         if recheck is not None and ends_block:
-            choice = _choose(progress, recheck())
+            choice = choose_next(progress, recheck())
             rechecks += 1
         if not choice.finite:
             progress.finish("error", f"the target gave non-finite logits at position {progress.position}.")
@@ -65,7 +66,23 @@ def verify(
     return Outcome(num_accepted=accepted, num_committed=committed, num_near_ties=near_ties, num_rechecks=rechecks)
 
 
-def _choose(progress: Progress, row: Tensor) -> Choice:
+def choices(progress: Progress, out: TargetOutput, first: int, num: int, *, epsilon: float) -> Callable[[int], Choice]:
+    """The target's choice after each of rows first..first+num-1 of a forward, counted from the first of them.
+
+    Plain greedy requests have all rows decided at once; the others ask row by row, since what was committed counts.
+    """
+    rows = slice(first, first + num)
+    if out.top_ids is not None and out.top_values is not None:
+        return _greedy(out.top_ids[rows], out.top_values[rows]).__getitem__
+    assert out.logits is not None
+    logits = out.logits[rows]
+    if is_plain_greedy(progress.params):
+        return _greedy(*best(logits, num_best(epsilon))).__getitem__
+    return lambda i: choose_next(progress, logits[i])
+
+
+def choose_next(progress: Progress, row: Tensor) -> Choice:
+    """The request's next token from logits (V,)."""
     return choose(
         row,
         progress.params,
@@ -76,12 +93,27 @@ def _choose(progress: Progress, row: Tensor) -> Choice:
     )
 
 
-def _greedy_rows(logits: Tensor, epsilon: float) -> list[Choice]:
-    """Argmax of every row at once; margins only where somebody asks for them. max() propagates NaN."""
-    values, tokens = logits.max(-1)
-    margins = [float("inf")] * logits.shape[0]
-    if epsilon > 0 and logits.shape[1] > 1:
-        top = logits.topk(2).values
-        margins = ((top[:, 0] - top[:, 1]) / 2).tolist()
-    finite = torch.isfinite(values).tolist()
-    return [Choice(token_id=t, margin=m, finite=f) for t, m, f in zip(tokens.tolist(), margins, finite, strict=True)]
+def num_best(epsilon: float) -> int:
+    """Best logits of a row that greedy decoding needs: with an epsilon, the runner-up decides whether it is a tie."""
+    return 2 if epsilon > 0 else 1
+
+
+def best(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Ids and values (N, num) of the best logits (N, V). Among equals the lowest id is first, and NaN before all."""
+    values, ids = logits.max(-1, keepdim=True)
+    if num == 1 or logits.shape[1] < num:
+        return ids, values
+    top = logits.topk(num)
+    return torch.cat([ids, top.indices[:, 1:]], 1), top.values
+
+
+def _greedy(ids: Tensor, values: Tensor) -> list[Choice]:
+    """A choice for each row from its best logits; margins only where there is a second."""
+    margins = [float("inf")] * ids.shape[0]
+    if ids.shape[1] > 1:
+        margins = ((values[:, 0] - values[:, 1]) / 2).tolist()
+    highest = values[:, 0].tolist()
+    return [
+        Choice(token_id=t, margin=m, finite=math.isfinite(v))
+        for t, m, v in zip(ids[:, 0].tolist(), margins, highest, strict=True)
+    ]

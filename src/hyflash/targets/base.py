@@ -1,15 +1,20 @@
 """The target contract: logits and features for ragged rows of several sequences, over a KV cache that truncates.
 
 A target owns every fact of its model family (embedding scale, soft-caps, norms, sliding layers); nothing
-above it may know them. Implementations: `hf.py` (any Hugging Face causal LM), `replay.py` (recorded text).
+above it may know them. Implementations: `native.py` (our CPU kernels), `hf.py` (any Hugging Face causal LM),
+`replay.py` (recorded text).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from hyflash.core import Rows, TargetHooks, TargetInfo, TargetOutput
+from hyflash.errors import UserError
+from hyflash.ops.kernels import Kernels
 
 Exactness = Literal["invariant", "recheck", "off"]
 
@@ -50,3 +55,19 @@ class Target(ABC):
     @abstractmethod
     def kv_bytes(self) -> int:
         """Bytes the caches of all open sequences hold now."""
+
+    def kv_view(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies of a layer's keys (rotated) and values of a sequence, each (T, G, K) float32. Not every target can."""
+        raise UserError(f"{self.info.name} does not show its keys and values.")
+
+    def kernels(self, weights: str) -> Kernels | None:
+        """CPU kernels for a drafter that keeps its weights so and runs between this target's forwards; None: torch."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What computes and how, for reports: `backend`, and what that has to say."""
+        return {"backend": "other"}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by what they hold."""
+        return {"kv_bytes": self.kv_bytes()}

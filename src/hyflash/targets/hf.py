@@ -119,6 +119,22 @@ class HFTarget(Target):
         """Bytes of KV the open sequences hold."""
         return self.cache.nbytes()
 
+    def kv_view(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies of a layer's keys (rotated) and values of a sequence, each (T, G, K) float32."""
+        if not 0 <= layer < self.info.num_layers:
+            raise UserError(f"layer {layer} is none of {self.info.name}; expected 0 to {self.info.num_layers - 1}.")
+        keys, values = self.cache.view(layer, seq, seq + 1, self.length(seq))
+        return keys[0].transpose(0, 1).float().clone(), values[0].transpose(0, 1).float().clone()
+
+    def describe(self) -> dict[str, Any]:
+        """Backend, arithmetic, threads."""
+        return {"backend": "torch", "dtype": self.info.dtype, "num_threads": torch.get_num_threads()}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights and of KV."""
+        weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        return {"weights_bytes": weights, "kv_bytes": self.kv_bytes()}
+
     @torch.no_grad()
     def forward(self, rows: Rows) -> TargetOutput:
         """One forward of packed rows; see `Target.forward`."""

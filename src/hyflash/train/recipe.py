@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from hyflash.core import MAX_THREADS, TargetOptions
 from hyflash.data.anchors import AnchorOptions
 from hyflash.drafters import load_class
 from hyflash.drafters.base import Drafter, DrafterConfig
 from hyflash.errors import UserError, nearest
-from hyflash.options import MAX_THREADS, Options, apply_overrides
+from hyflash.options import Options, apply_overrides
 
 TABLES = ("target", "drafter", "data", "train")
 Precision = Literal["float32", "bfloat16"]
@@ -28,8 +29,17 @@ class TargetTable(Options):
     """[target]: the model whose answers the drafter learns."""
 
     name: str = Field(description="model name, directory, .gguf file or hub name")
-    dtype: str = Field("float32", description="weights' dtype while training")
-    num_threads: int | None = Field(None, ge=1, le=MAX_THREADS, description="CPU threads; none leaves torch's choice")
+    backend: str = Field("auto", description="native (CPU kernels), torch, or auto: native where it can serve")
+    dtype: str | None = Field(None, description="arithmetic of the torch backend, float32 unless given")
+    quant: str | None = Field(None, description="native: weights of a model directory, q8_0, q4_0, q4_1 or none")
+    kv: str | None = Field(None, description="native: float16 (unless given), bfloat16, float32 or int8")
+    num_threads: int | None = Field(None, ge=1, le=MAX_THREADS, description="CPU threads; none leaves the choice")
+
+    def options(self) -> TargetOptions:
+        """How to load it. Raises UserError for what does not go together."""
+        return TargetOptions(
+            backend=self.backend, dtype=self.dtype, quant=self.quant, kv=self.kv, num_threads=self.num_threads
+        )
 
 
 class DataTable(AnchorOptions):
@@ -110,6 +120,7 @@ def parse_recipe(tables: Mapping[str, Any], *, where: str) -> Recipe:
         if not isinstance(value, Mapping):
             raise UserError(f"{where}: {name!r} is a value; expected a table [{name}].")
     target = TargetTable.parse(tables.get("target", {}), where=f"{where} [target]")
+    target.options()  # refuses words that do not go together
     data = DataTable.parse(tables.get("data", {}), where=f"{where} [data]")
     train = TrainTable.parse(tables.get("train", {}), where=f"{where} [train]")
     _exactly_one(f"{where} [data]", {"shards": data.shards, "answers": data.answers})

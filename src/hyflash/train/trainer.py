@@ -27,6 +27,7 @@ from hyflash.data.disk import clear_disk_errors, new_directory, recover
 from hyflash.data.shards import ShardReader
 from hyflash.drafters.base import Drafter
 from hyflash.errors import NonFiniteError, UserError
+from hyflash.hub import Progress
 from hyflash.targets.base import Target
 from hyflash.train.card import make_card
 from hyflash.train.evaluate import best_entry, evaluate, pool
@@ -53,27 +54,30 @@ def run(
     overrides: Sequence[str] = (),
     resume: bool = False,
     quiet: bool = False,
+    report: Progress | None = None,
 ) -> Path:
     """Train by a recipe file; returns the directory of the best drafter.
 
     Raises UserError for any mistake in recipe, data or directory, NonFiniteError when the loss or a gradient is not
     finite, and KeyboardInterrupt after saving when the user stops the run.
     """
-    from hyflash.hub import resolve_target
-    from hyflash.targets.hf import load
+    from hyflash.targets import choose
 
     recipe = load_recipe(recipe_path, overrides)
-    table = recipe.target
-    target = load(resolve_target(table.name), dtype=table.dtype, num_threads=table.num_threads)
-    return train(recipe, target, out_dir=out_dir, resume=resume, quiet=quiet)
+    chosen = choose.load(recipe.target.name, recipe.target.options(), report=report)
+    return train(recipe, chosen.model, out_dir=out_dir, resume=resume, quiet=quiet, note=chosen.note)
 
 
-def train(recipe: Recipe, target: Target, *, out_dir: str | Path, resume: bool = False, quiet: bool = False) -> Path:
-    """Train with a loaded target; see `run`."""
+def train(
+    recipe: Recipe, target: Target, *, out_dir: str | Path, resume: bool = False, quiet: bool = False, note: str = ""
+) -> Path:
+    """Train with a loaded target; see `run`. `note` is said at the beginning."""
     torch.manual_seed(recipe.train.seed)
     drafter = make_drafter(recipe, target.hooks())
     source = open_source(recipe, target, drafter.target_layer_ids)
     with Reporter(quiet=quiet) as reporter:
+        if note:
+            reporter.note(note)
         trainer = Trainer(recipe, target, drafter=drafter, source=source, run_dir=Path(out_dir), reporter=reporter)
         trainer.begin(resume=resume)
         return trainer.loop()

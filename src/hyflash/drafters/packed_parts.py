@@ -1,0 +1,315 @@
+"""A block drafter on the CPU kernels: its layers, fusion, start, correction and reduced head with packed weights.
+
+In: the drafter's own modules, which stay the one description of the network. Out: the steps `dflash.py` takes on torch
+when it serves, to the rounding of packed weights. The weights are copies: whoever changes the modules packs anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hyflash.core import DraftRequest, Proposal, TargetHooks
+from hyflash.drafters.context import BlockState
+from hyflash.drafters.vocab import ReducedHead
+from hyflash.errors import HyflashError
+from hyflash.layers import DraftLayer, GRUCorrection, RidgeStart, RMSNorm, TapNorm
+from hyflash.ops.blocks import (
+    Block,
+    BlockParts,
+    BlockRow,
+    LayerParts,
+    MemoryRead,
+    make_block,
+    make_layer,
+    run_block,
+    run_layer,
+)
+from hyflash.ops.kernels import Kernels, Matrix, Ring, RowHead
+
+KEPT_ROWS = 2048
+"""Head rows beside the static list that are kept from round to round; a context of 8192 tokens adds about 500."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """What a layer's recurrent memory is made of (`hyflash.PrefixMemory`)."""
+
+    core: str
+    queries: nn.Linear
+    gates: nn.Linear
+    keys: nn.Linear
+    values: nn.Linear
+    decay: nn.Linear
+    strength: nn.Linear | None
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: RMSNorm
+    out: nn.Linear
+
+
+class PackedLayer:
+    """A `layers.DraftLayer`, with its memory if it has one."""
+
+    def __init__(self, kernels: Kernels, layer: DraftLayer, memory: MemoryParts | None, *, causal: bool) -> None:
+        attention, mlp, before, after = (
+            layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm,
+        )  # fmt: skip
+        self._kernels, self._memory = kernels, memory
+        self._head_dim, self._head_eps, self._k_norm = attention.head_dim, attention.q_norm.eps, attention.k_norm.weight
+        keys, values = kernels.pack(attention.k_proj), kernels.pack(attention.v_proj)
+        self.context = [keys, values]
+        """Matrices whose products with context features `commit` takes."""
+        read = None
+        if memory is not None:
+            writes = [memory.keys, memory.values, memory.decay]
+            writes += [] if memory.strength is None else [memory.strength]
+            self.context += [kernels.pack(linear) for linear in writes]
+            read = MemoryRead(
+                width=memory.norm.weight.numel(),
+                queries=kernels.pack(memory.queries),
+                gates=kernels.pack(memory.gates),
+                out=kernels.pack(memory.out),
+                norm=memory.norm.weight.detach(),
+                eps=memory.norm.eps,
+            )
+        self.layer = make_layer(
+            kernels,
+            LayerParts(
+                num_heads=attention.q_proj.out_features // attention.head_dim,
+                num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+                head_dim=attention.head_dim,
+                causal=causal,
+                norm=before.weight.detach(),
+                eps=before.eps,
+                q_norm=attention.q_norm.weight.detach(),
+                k_norm=attention.k_norm.weight.detach(),
+                head_eps=attention.q_norm.eps,
+                q=kernels.pack(attention.q_proj),
+                k=keys,
+                v=values,
+                o=kernels.pack(attention.o_proj),
+                mlp_norm=after.weight.detach(),
+                mlp_eps=after.eps,
+                gate=kernels.pack(mlp.gate_proj),
+                up=kernels.pack(mlp.up_proj),
+                down=kernels.pack(mlp.down_proj),
+                memory=read,
+            ),
+        )
+
+    def run(self, x: Tensor, rings: Sequence[Ring], memories: Tensor | None, rows: Sequence[int], first: int) -> Tensor:
+        """Slots (B, S, D) -> (B, S - first, D), given the context of each row and the states of all rows."""
+        seen = [None if memories is None else memories[row] for row in rows]
+        return run_layer(self._kernels, self.layer, x, rings, seen, first)
+
+    def take(self, products: Sequence[Tensor], state: BlockState, index: int, row: int, start: int) -> None:
+        """Take one row's products (T, n) with `context` into layer `index` of the state."""
+        keys, values, *writes = products
+        shape = (len(keys), -1, self._head_dim)
+        state.stores[index].append_packed(
+            self._kernels,
+            row,
+            start,
+            keys.view(shape),
+            values.view(shape),
+            norm=self._k_norm.detach(),
+            eps=self._head_eps,
+        )
+        if self._memory is not None:
+            k, v, decay, *strength = writes
+            self._kernels.memory_write(
+                self._memory.core,
+                state.fixed[f"memory.{index}"][row],
+                k=k,
+                v=v,
+                strength=strength[0] if strength else None,
+                decay=decay,
+                a_log=self._memory.a_log,
+                dt_bias=self._memory.dt_bias,
+            )
+
+
+class PackedHead:
+    """A `ReducedHead`: the static list packed, and as many single rows as lately were needed, so that a round need not
+    make them anew."""
+
+    def __init__(self, kernels: Kernels, reduced: ReducedHead) -> None:
+        self.reduced = reduced
+        self.static = kernels.pack_head(*reduced.static)
+        self._outside = ~reduced.is_static.numpy()
+        self._place = np.full(len(self._outside), -1)  # of each token's row among the kept ones
+        self._rows = torch.empty(KEPT_ROWS, reduced.static[0].shape[1])
+        self._num_rows = 0
+
+    def of_row(self, seen: Tensor, anchor: int) -> RowHead:
+        """Head of one row with seen tokens (V,) uint8: the static list, what it has seen, and the anchor."""
+        extra = seen.numpy().view(np.bool_) & self._outside
+        extra[anchor] = self._outside[anchor]
+        ids = np.flatnonzero(extra)  # several times as fast as torch's nonzero
+        places = self._place[ids]
+        if places.size and places.min() < 0:
+            self._keep(ids[places < 0], ids)
+            places = self._place[ids]
+        bias, token_ids = self.reduced.rows.bias, torch.from_numpy(ids)
+        return RowHead(
+            static=self.static,
+            ids=self.reduced.ids,
+            rows=self._rows,
+            more=torch.from_numpy(places),
+            more_bias=None if bias is None else bias[token_ids],
+            more_ids=token_ids,
+        )
+
+    def _keep(self, missing: NDArray[np.int64], wanted: NDArray[np.int64]) -> None:
+        """Add rows; where there is no room for them, drop all that are not wanted now."""
+        if self._num_rows + len(missing) > len(self._rows):
+            self._place[:] = -1
+            self._num_rows, missing = 0, wanted
+            if len(wanted) > len(self._rows):
+                self._rows = torch.empty(2 * len(wanted), self._rows.shape[1])
+        stop = self._num_rows + len(missing)
+        self._rows[self._num_rows : stop] = self.reduced.rows(torch.from_numpy(missing))[0]
+        self._place[missing] = np.arange(self._num_rows, stop)
+        self._num_rows = stop
+
+
+class PackedDrafter:
+    """Packed weights of a whole block drafter on one `Kernels`."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layers: Sequence[PackedLayer],
+        *,
+        fc: nn.Linear,
+        tap_norm: TapNorm | None,
+        hidden_norm: RMSNorm,
+        ridge: RidgeStart | None,
+        gru: GRUCorrection | None,
+        norm: RMSNorm | None,
+        mask: Tensor | None,
+        num_slots: int,
+        hooks: TargetHooks,
+    ) -> None:
+        self._kernels, self._layers = kernels, tuple(layers)
+        self._fc = kernels.pack(fc)
+        self._tap_norm = None if tap_norm is None else tap_norm.weight.detach()
+        self._hidden_norm, self._eps = hidden_norm.weight.detach(), hidden_norm.eps
+        self._context = [matrix for layer in layers for matrix in layer.context]
+        self._ridge, self._start = ridge, list[Matrix]()
+        if ridge is not None:
+            self._start = [kernels.pack(part) for part in ((ridge.down, ridge.up) if ridge.rank > 0 else (ridge.up,))]
+            self._ones = torch.ones(ridge.num_inputs)
+        self._norm, self._mask, self._num_slots, self._hooks = norm, mask, num_slots, hooks
+        self._gru, self._gru_eps = None, 0.0
+        if gru is not None:
+            inputs, own = (kernels.pack_rows(gru.gru.get_parameter(f"weight_{kind}_l0")) for kind in ("ih", "hh"))
+            self._gru, self._gru_eps = (inputs, own, kernels.pack(gru.down), kernels.pack(gru.up)), gru.eps
+        self._head: PackedHead | None = None
+        self._block: Block | None = None
+
+    def commit(
+        self, state: BlockState, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], taps: Tensor
+    ) -> None:
+        """Take clean features (B, T, C, D), the first `lengths[b]` of each row, into stores and memories."""
+        (fused,) = self._kernels.dense(
+            taps.flatten(-2), [self._fc], norm=self._tap_norm, parts=taps.shape[2], eps=self._eps
+        )
+        products = iter(self._kernels.dense(fused, self._context, norm=self._hidden_norm, eps=self._eps))
+        for i, layer in enumerate(self._layers):
+            own = [next(products) for _ in layer.context]
+            for b, (row, start, count) in enumerate(zip(rows, starts, lengths, strict=True)):
+                if count:
+                    layer.take([part[b, :count] for part in own], state, i, row, start)
+
+    def start(self, taps: Tensor, anchor: Tensor) -> Tensor:
+        """`RidgeStart.forward`: taps (..., C, D) and the anchor's embedding (..., D) -> slot inputs (..., L, D)."""
+        ridge = self._ridge
+        if ridge is None:
+            raise HyflashError("this drafter has no closed-form start.")
+        x = torch.cat((taps.flatten(-2), anchor), dim=-1)
+        parts = ridge.num_inputs // ridge.dim
+        (x,) = self._kernels.dense(x, self._start[:1], norm=self._ones, parts=parts, eps=ridge.eps)
+        for matrix in self._start[1:]:
+            (x,) = self._kernels.dense(x, [matrix])
+        return x.view(*x.shape[:-1], ridge.num_slots, ridge.dim)
+
+    def run(self, x: Tensor, state: BlockState, rows: Sequence[int]) -> Tensor:
+        """All layers: slots (B, 1 + L, D) -> (B, L, D). The anchor's slot ends with the last layer."""
+        for i, (layer, store) in enumerate(zip(self._layers, state.stores, strict=True)):
+            rings = [store.ring(row, state.lengths[row], x.shape[1]) for row in rows]
+            memories = state.fixed.get(f"memory.{i}")
+            x = layer.run(x, rings, memories, rows, 1 if i == len(self._layers) - 1 else 0)
+        return x
+
+    def propose(
+        self, state: BlockState, request: DraftRequest, wanted: Sequence[int], *, reduced: ReducedHead
+    ) -> Proposal:
+        """Greedy tokens, `wanted[b]` of each row, cut at the first that is not finite, through a reduced head."""
+        if self._head is None or self._head.reduced is not reduced:
+            self._head = PackedHead(self._kernels, reduced)
+            self._block = self._new_block(self._head)
+        assert self._block is not None
+        asked, rows = [b for b, most in enumerate(wanted) if most], []
+        anchors = request.anchors.tolist()
+        for b in asked:
+            row, seen = request.rows[b], state.fixed["seen"][request.rows[b]]
+            if not 0 <= anchors[b] < len(seen):
+                raise IndexError(f"the anchor {anchors[b]} is outside 0 to {len(seen) - 1}")
+            rows.append(
+                BlockRow(
+                    anchor=anchors[b],
+                    num_tokens=wanted[b],
+                    before=state.fixed["last"][row] if self._start else None,
+                    head=self._head.of_row(seen, anchors[b]),
+                    seen=[
+                        (store.ring(row, state.lengths[row], self._num_slots), self._memory(state, i, row))
+                        for i, store in enumerate(state.stores)
+                    ],
+                )
+            )
+        tokens, shares, found = run_block(self._kernels, self._block, rows)
+        lengths, cut = list(wanted), sum(n < row.num_tokens for n, row in zip(found, rows, strict=True))
+        if len(asked) < len(wanted):
+            places = torch.tensor(asked)
+            tokens = tokens.new_zeros(len(wanted), tokens.shape[1]).index_copy(0, places, tokens)
+            shares = shares.new_zeros(len(wanted), shares.shape[1]).index_copy(0, places, shares)
+        for b, n in zip(asked, found, strict=True):
+            lengths[b] = n
+            if n < wanted[b]:
+                tokens[b, n:], shares[b, n:] = 0, 0.0
+        return Proposal(tokens=tokens, lengths=tuple(lengths), confidence=shares, num_nonfinite=cut)
+
+    @staticmethod
+    def _memory(state: BlockState, layer: int, row: int) -> Tensor | None:
+        memories = state.fixed.get(f"memory.{layer}")
+        return None if memories is None else memories[row]
+
+    def _new_block(self, head: PackedHead) -> Block:
+        if self._hooks.table is None:
+            raise HyflashError("the kernels cannot read this target's embedding.")
+        ridge, norm = self._ridge, self._norm
+        return make_block(
+            self._kernels,
+            BlockParts(
+                num_slots=self._num_slots,
+                layers=[layer.layer for layer in self._layers],
+                start=self._start,
+                start_parts=1 if ridge is None else ridge.num_inputs // ridge.dim,
+                start_eps=0.0 if ridge is None else ridge.eps,
+                mask=self._mask,
+                norm=None if norm is None else norm.weight.detach(),
+                norm_eps=0.0 if norm is None else norm.eps,
+                head=head.static,
+                ids=head.reduced.ids,
+                gru=self._gru,
+                gru_eps=self._gru_eps,
+                table=self._hooks.table,
+            ),
+        )
