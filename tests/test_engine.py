@@ -423,6 +423,7 @@ def test_measured_times_correct_a_table_from_a_busy_moment() -> None:
         policy.observe_times(draft_sec=0.0, verify_sec=0.003, width=1, num_rows=1)
         policy.observe_times(draft_sec=0.0006, verify_sec=0.0045, width=5, num_rows=1)
     assert policy.cost(5) == pytest.approx(1.5, rel=0.1)
+    stats.rounds_off = 0  # the pause is over
     assert policy.choose(stats, most=4, num_rows=1) == 4
 
 
@@ -435,6 +436,19 @@ def test_rounds_without_the_drafter_do_not_make_drafts_look_cheap() -> None:
         policy.observe_times(draft_sec=0.0, verify_sec=0.002, width=1, num_rows=1)
     assert policy.choose(stats, most=1, num_rows=1) == 1, "a try, before the pause"
     assert policy.choose(stats, most=1, num_rows=1) == 0
+
+
+def test_a_request_starts_from_what_earlier_ones_accepted() -> None:
+    policy = AdaptiveLength({1: 1.0, 5: 1.2}, max_draft_tokens=4)
+    first = policy.new_stats()
+    assert first.expected_tokens(1) == pytest.approx(1.5)
+    for _ in range(200):
+        first.observe(4, 1)
+    later = policy.new_stats()
+    assert later.expected_tokens(1) > 1.95
+    assert later.expected_tokens(4) - later.expected_tokens(1) < 0.1
+    later.observe(4, 0)
+    assert later.expected_tokens(1) < 1.7, "but soon goes by its own rounds"
 
 
 class Scripted(LengthPolicy):

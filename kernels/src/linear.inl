@@ -146,7 +146,8 @@ void quant_tile(const uint8_t* group, const Acts& x, int64_t row0, float* y, int
     // Some rows side by side, or some chains in a row, hide the latency of dot products. Integers: the order is free.
     constexpr int kChains = Q::halves ? 2 : kDotWords > 1 ? 1 : R == 1 ? 4 : R < 4 ? 2 : 1;
     constexpr int kWords = kDotWords < 8 / kChains ? kDotWords : 8 / kChains;
-    constexpr int kSteps = (R + 3) / 4, kStep = kDotWords > 1 ? 1 : (R + kSteps - 1) / kSteps;  // 5 rows: 3 and 2
+    // As many rows at once as leave their sums in registers: up to 8 all of them, more in steps of 4.
+    constexpr int kSteps = R <= 8 && !Q::halves ? 1 : (R + 3) / 4, kStep = kDotWords > 1 ? 1 : (R + kSteps - 1) / kSteps;
     each<(R + kStep - 1) / kStep>([&](auto step) HK_INLINE {
       constexpr int r0 = step * kStep, num = R - r0 < kStep ? R - r0 : kStep;
       const int32_t* in = (const int32_t*)(q + r0 * kBlock);

@@ -182,7 +182,7 @@ class Engine:
             progress.seq = self.target.open()
             if self._state is not None:
                 self._state.reset(progress.row)
-            self._stats[progress.request_id] = RowStats(max(1, self.policy.max_draft_tokens))
+            self._stats[progress.request_id] = self.policy.new_stats()
             progress.decode_start_sec = time.perf_counter()
             self._active.append(progress)
 

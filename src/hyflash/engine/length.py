@@ -14,20 +14,32 @@ from hyflash.errors import UserError
 
 
 class RowStats:
-    """Running acceptance of one request: P(draft i accepted | all before accepted), with a prior of two rounds."""
+    """Running acceptance of one request: P(draft i accepted | all before accepted), with a prior of two rounds.
+
+    The prior is the acceptance of earlier requests, if there is a record of them, which then learns of this one too.
+    """
 
     DECAY = 0.98
     PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
+    FIRST_PAUSE = 4
 
-    def __init__(self, max_tokens: int) -> None:
-        self._hits = [self.PRIOR_RATE * self.PRIOR_WEIGHT] * max_tokens
+    def __init__(self, max_tokens: int, record: RowStats | None = None) -> None:
+        rates = [self.PRIOR_RATE] * max_tokens if record is None else record.rates()
+        self._hits = [rate * self.PRIOR_WEIGHT for rate in rates]
         self._tries = [self.PRIOR_WEIGHT] * max_tokens
+        self._record = record
         self.rounds_off = 0
-        self.pause = 1
+        self.pause = self.FIRST_PAUSE
         """Rounds without drafting before the next try; doubles while tries do not pay."""
+
+    def rates(self) -> list[float]:
+        """Acceptance by position."""
+        return [hits / tries for hits, tries in zip(self._hits, self._tries, strict=True)]
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Take in one round; positions behind the first rejection were not tested."""
+        if self._record is not None:
+            self._record.observe(num_drafted, num_accepted)
         for i in range(min(num_drafted, num_accepted + 1, len(self._hits))):
             self._hits[i] = self._hits[i] * self.DECAY + (i < num_accepted)
             self._tries[i] = self._tries[i] * self.DECAY + 1.0
@@ -46,6 +58,10 @@ class LengthPolicy(ABC):
 
     max_draft_tokens: int
     """Most draft tokens the policy ever asks for."""
+
+    def new_stats(self) -> RowStats:
+        """For a new request."""
+        return RowStats(max(1, self.max_draft_tokens))
 
     @abstractmethod
     def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
@@ -88,6 +104,11 @@ class AdaptiveLength(LengthPolicy):
         self._costs = dict(sorted(costs.items()))
         self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on
         self._one_sec, self._seen_one = 0.0, False
+        self._record = RowStats(max(1, max_draft_tokens))
+
+    def new_stats(self) -> RowStats:
+        """Starts from what earlier requests accepted."""
+        return RowStats(max(1, self.max_draft_tokens), self._record)
 
     def cost(self, width: float) -> float:
         """c(width), linear between and beyond the measured widths."""
@@ -116,7 +137,7 @@ class AdaptiveLength(LengthPolicy):
             stats.rounds_off = stats.pause
             stats.pause = min(2 * stats.pause, self.MAX_PAUSE)
             return min(most, 2)  # one cheap try, then the pause
-        stats.pause = 1
+        stats.pause = RowStats.FIRST_PAUSE
         return best
 
     def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:
