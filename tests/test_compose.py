@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks, TargetInfo, Verdict
+from hyflash.core import Commit, DraftCost, DraftRequest, Prices, Proposal, TargetHooks, TargetInfo, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
-from hyflash.drafters.compose import ComposedState, Composite
+from hyflash.drafters.compose import TRIED, ComposedState, Composite
+from hyflash.drafters.late import LATE_PIECES
 from hyflash.drafters.lookup import DrafterImpl as Lookup
 from hyflash.drafters.lookup import LookupConfig
 from hyflash.errors import UserError
@@ -423,3 +424,104 @@ def test_limits_come_from_the_parts() -> None:
 def test_composing_needs_two_names(given: list[str]) -> None:
     with pytest.raises(UserError, match="at least two"):
         Composite([(name, Fake()) for name in given])
+
+
+# --------------------------------------------------------------------------------------------- prices
+
+FLAT, STEEP = (
+    Prices(forward=lambda k: 1.0 + 0.01 * k, one_sec=1e9),
+    Prices(forward=lambda k: 1.0 + 0.5 * k, one_sec=1e9),
+)
+"""Rows that cost next to nothing, and half a forward each; drafting takes no share of so slow a forward."""
+DEAR = Prices(forward=lambda k: 1.0 + 0.5 * k, one_sec=1e-9)
+"""Beside so fast a forward any draft pass takes forever."""
+
+
+def priced(
+    drafter: Drafter, state: State, anchor: int, prices: Prices | None, *, row: int = 0, count: int = 5
+) -> Proposal:
+    return drafter.propose(
+        state, DraftRequest(rows=(row,), anchors=torch.tensor([anchor]), num_tokens=(count,), prices=prices)
+    )
+
+
+@pytest.mark.parametrize(("rate", "length"), [(0.0, 0), (0.3, 0), (0.55, 1), (0.8, 2), (1.0, 5)])
+def test_drafts_are_cut_where_the_next_costs_more_than_it_promises(rate: float, length: int) -> None:
+    # Half a forward a row: 1, (1 + r) / 1.5, (1 + r + r^2) / 2 ...
+    rates = [sum(rate**i for i in range(n + 1)) / (1 + 0.5 * n) for n in range(6)]
+    assert rates.index(max(rates)) == length
+    drafter = Composite([("cheap", Fake(token=7, confidence=rate)), ("other", Fake(confidence=0.0))])
+    proposal = priced(drafter, drafter.new_state(1), 3, STEEP)
+    assert proposal.lengths == (length,)
+    assert proposal.tokens.tolist() == [[7] * length]
+    assert priced(drafter, drafter.new_state(1), 3, None).lengths == (5,)
+
+
+def test_a_part_that_takes_too_long_runs_only_on_trial_and_its_draft_is_judged_then() -> None:
+    block = Fake(token=8, taps=(0,))
+    cheap = Fake(token=7)
+    cheap.empty_rows = {0}
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(1)
+    priced(drafter, state, 3, FLAT)  # how long it takes is known only now
+    runs = []
+    for i in range(200):
+        before = len(block.asked)
+        proposal = priced(drafter, state, 3, DEAR)
+        if len(block.asked) > before:
+            runs.append(i)
+            assert (proposal.lengths, proposal.sources) == ((TRIED,), ("block",))
+        else:
+            assert proposal.lengths == (0,)
+        feed(drafter, state, [3], verdict=judged(proposal, 0))
+    assert runs == [15, 15 + 32, 15 + 32 + 64], "pauses double"
+    assert priced(drafter, state, 3, None).lengths == (5,), "without prices it drafts as ever"
+
+
+def test_a_part_with_features_hears_late_of_what_it_did_not_draft() -> None:
+    block, cheap = Fake(token=8, taps=(4,)), Fake(token=7, confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(2)
+    feed(drafter, state, [1, 2], [9])
+    assert state.parts[1].tokens == [[1, 2], [9]]
+    for row, anchor in ((0, 5), (1, 6), (0, 5)):
+        proposal = priced(drafter, state, anchor, FLAT, row=row)
+        assert proposal.sources == ("cheap",)
+        feed(drafter, state, [anchor, 7], rows=(row,), verdict=judged(proposal, 1))
+    assert state.parts[0].tokens == [[1, 2, 5, 7, 5, 7], [9, 6, 7]]
+    assert state.parts[1].tokens == [[1, 2], [9]], "not yet"
+    saved, other = state.snapshot(0), drafter.new_state(1)
+    cheap.empty_rows = {0}
+    assert priced(drafter, state, 5, FLAT).sources == ("block",)
+    assert state.parts[1].tokens == [[1, 2, 5, 7, 5, 7], [9]]
+    assert state.parts[1].features[0] == [[4.0]] * 6, "features go with their tokens"
+    other.restore(0, saved)
+    assert priced(drafter, other, 5, FLAT).sources == ("block",)
+    assert other.parts[1].tokens == [[1, 2, 5, 7, 5, 7]], "a snapshot has what waits"
+    state.reset(1)
+    cheap.empty_rows = {0, 1}
+    priced(drafter, state, 5, FLAT, row=1)
+    assert state.parts[1].tokens[1] == [], "a reset row forgets what waits"
+
+
+def test_late_tokens_are_committed_when_there_are_many_and_before_a_prompt() -> None:
+    block, cheap = Fake(token=8, taps=(4,)), Fake(token=7, confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(1)
+    for i in range(LATE_PIECES):
+        assert state.parts[1].tokens[0] == []
+        feed(drafter, state, [i], verdict=judged(priced(drafter, state, i, FLAT), 5))
+    assert state.parts[1].tokens[0] == list(range(LATE_PIECES))
+    feed(drafter, state, [1], verdict=judged(priced(drafter, state, 1, FLAT), 0))
+    feed(drafter, state, [2] * LATE_PIECES)
+    assert state.parts[1].tokens[0] == [*range(LATE_PIECES), 1, *[2] * LATE_PIECES]
+
+
+def test_verdicts_without_prices_reach_the_parts_at_once() -> None:
+    block, cheap = Fake(token=8, taps=(4,)), Fake(token=7, confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state = drafter.new_state(1)
+    feed(drafter, state, [3], verdict=judged(priced(drafter, state, 3, FLAT), 0))
+    assert state.parts[1].tokens[0] == []
+    feed(drafter, state, [4], verdict=judged(priced(drafter, state, 4, None), 0))
+    assert state.parts[1].tokens[0] == [3, 4]

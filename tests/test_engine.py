@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hyflash.core import Request, Result, Rows, SamplingParams, TargetOutput
-from hyflash.engine.decode import LATE_TOKENS, Engine
+from hyflash.drafters.late import LATE_PIECES
+from hyflash.engine.decode import Engine
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy, RowStats
 from hyflash.errors import UserError
 from toys import ScriptDrafter, ToyTarget, oracle
@@ -486,7 +487,7 @@ def test_a_drafter_that_was_not_asked_for_some_rounds_has_the_whole_text_when_it
     got = engine.generate(requests)
     assert [r.token_ids for r in got] == want
     assert seen
-    assert all(max(c.lengths) <= LATE_TOKENS for c in drafter.commits[1:])
+    assert all(max(c.lengths) <= LATE_PIECES for c in drafter.commits[1:])
     total = sum(sum(c.lengths) for c in drafter.commits)
     assert total == sum(map(len, texts)) - num_requests, "all but each last token, which no drafter sees"
     if lengths == (0,) * 150 + (3,):

@@ -154,7 +154,8 @@ def make_policy(
     if length == "fixed":
         return FixedLength(num_draft_tokens or min(DEFAULT_DRAFT_TOKENS, most))
     table = costs.measured(target.model)
-    return AdaptiveLength(table.relative, max_draft_tokens=num_draft_tokens or min(max(table.seconds) - 1, most))
+    longest = num_draft_tokens or min(max(table.seconds) - 1, most)
+    return AdaptiveLength(table.relative, max_draft_tokens=longest, one_sec=table.seconds[1])
 
 
 def make_engine(

@@ -301,12 +301,27 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a round costs on this machine, for drafters that choose by it."""
+
+    forward: Callable[[int], float]
+    """Draft tokens per row, 0 included -> cost of the forward that verifies them, in forwards of one token."""
+    one_sec: float
+    """Seconds of a forward of one token."""
+
+    def rate(self, accepted: float, num_tokens: int, draft_sec: float = 0.0) -> float:
+        """Committed tokens per cost when `num_tokens` drafts, made in `draft_sec`, are accepted so far on average."""
+        return (1.0 + accepted) / (self.forward(num_tokens) + draft_sec / self.one_sec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """Ask for up to `num_tokens[b]` tokens that follow `anchors[b]` in state row `rows[b]`."""
 
     rows: tuple[int, ...]  # B
     anchors: Tensor  # (B,) int64
     num_tokens: tuple[int, ...]  # B, each >= 1
+    prices: Prices | None = None  # None: propose what is most accepted, whatever it costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

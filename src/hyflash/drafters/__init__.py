@@ -8,7 +8,18 @@ import pkgutil
 from hyflash.drafters.base import Drafter
 from hyflash.errors import UserError, nearest
 
-_NOT_METHODS = {"base", "compose", "block_config", "context", "objective", "packed_parts", "packing", "vocab", "zlab"}
+_NOT_METHODS = {
+    "base",
+    "compose",
+    "block_config",
+    "context",
+    "objective",
+    "packed_parts",
+    "late",
+    "packing",
+    "vocab",
+    "zlab",
+}
 
 
 def names() -> list[str]:

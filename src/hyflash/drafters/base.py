@@ -61,6 +61,8 @@ class Drafter(nn.Module, ABC):
     """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
 
     target_layer_ids: tuple[int, ...] = ()
+    weighs_prices: ClassVar[bool] = False
+    """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
     max_draft_tokens: int = 0
     """Most tokens one proposal can hold."""
     max_positions: int | None = None

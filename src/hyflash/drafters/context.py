@@ -235,6 +235,11 @@ class GrowingStore(ContextStore):
         self.data[row] = saved.clone()
 
 
+def new_store(shape: ContextShape, num_rows: int, window: int | None) -> ContextStore:
+    """A layer's store: a ring of `window` tokens, or without one all that come."""
+    return RingStore(shape, num_rows, window) if window else GrowingStore(shape, num_rows)
+
+
 @dataclass(slots=True, kw_only=True)
 class BlockState(State):
     """Rows of a block drafter. Tensors beside the stores have one fixed-size entry per row."""

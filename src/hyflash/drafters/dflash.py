@@ -18,7 +18,7 @@ from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms
 from hyflash.drafters import zlab
 from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
-from hyflash.drafters.context import BlockState, ContextShape, ContextStore, GrowingStore, RingStore
+from hyflash.drafters.context import BlockState, ContextShape, new_store
 from hyflash.drafters.objective import at_positions, block_loss
 from hyflash.drafters.packed_parts import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.packing import PackingDrafter
@@ -281,9 +281,7 @@ class DrafterImpl(PackingDrafter):
     def new_state(self, num_rows: int) -> BlockState:
         """Empty state: rings are allocated whole, growing stores as tokens come."""
         shape = self._shape()
-        stores: list[ContextStore] = [
-            RingStore(shape, num_rows, width) if width else GrowingStore(shape, num_rows) for width in self.windows
-        ]
+        stores = [new_store(shape, num_rows, width) for width in self.windows]
         return BlockState(lengths=[0] * num_rows, stores=stores, fixed=self._fixed(num_rows))
 
     def pack(self, kernels: Kernels) -> PackedDrafter | None:
@@ -291,7 +289,7 @@ class DrafterImpl(PackingDrafter):
         if self.config.head_dim % HEAD_STEP or self.config.window_counts_slots:
             return None
         layers = enumerate(self._layers())
-        return PackedDrafter(
+        packed = PackedDrafter(
             kernels,
             [PackedLayer(kernels, layer, self._memory_parts(i), causal=self._causal(i)) for i, layer in layers],
             fc=self.fc,
@@ -304,6 +302,9 @@ class DrafterImpl(PackingDrafter):
             num_slots=1 + self.config.num_draft_tokens,
             hooks=self.hooks,
         )
+        if self._head_packs():
+            packed.take_head(self._reduced_head())
+        return packed
 
     def _memory_parts(self, layer: int) -> MemoryParts | None:
         """Memory of a layer; DFlash has none."""

@@ -253,8 +253,8 @@ class PackedDrafter:
     ) -> Proposal:
         """Greedy tokens, `wanted[b]` of each row, cut at the first that is not finite, through a reduced head."""
         if self._head is None or self._head.reduced is not reduced:
-            self._head = PackedHead(self._kernels, reduced)
-            self._block = self._new_block(self._head)
+            self.take_head(reduced)
+        assert self._head is not None
         assert self._block is not None
         asked, rows = [b for b, most in enumerate(wanted) if most], []
         anchors = request.anchors.tolist()
@@ -285,6 +285,11 @@ class PackedDrafter:
             if n < wanted[b]:
                 tokens[b, n:], shares[b, n:] = 0, 0.0
         return Proposal(tokens=tokens, lengths=tuple(lengths), confidence=shares, num_nonfinite=cut)
+
+    def take_head(self, reduced: ReducedHead) -> None:
+        """Pack a reduced head, for `propose`."""
+        self._head = PackedHead(self._kernels, reduced)
+        self._block = self._new_block(self._head)
 
     @staticmethod
     def _memory(state: BlockState, layer: int, row: int) -> Tensor | None:

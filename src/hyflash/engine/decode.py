@@ -29,6 +29,7 @@ from hyflash.core import (
     Verdict,
 )
 from hyflash.drafters.base import Drafter, State
+from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.progress import Progress
 from hyflash.engine.verify import choices, num_best, verify
@@ -39,9 +40,6 @@ from hyflash.text import Tokenizer
 
 Exact = Literal["auto", "recheck", "off"]
 NO_DRAFT: tuple[int, ...] = ()
-LATE_TOKENS = 64
-"""Committed tokens that a drafter may not have seen yet while its request drafts nothing: one commit of many costs
-little more than one of a single token."""
 
 
 class Engine:
@@ -83,7 +81,7 @@ class Engine:
         self._stats: dict[int, RowStats] = {}
         self._results: dict[int, Result] = {}
         self._next_id = 0
-        self._late: dict[int, list[tuple[list[int], Tensor | None]]] = {}  # what drafters have not seen, per request
+        self._late = LateCommits()
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -198,7 +196,7 @@ class Engine:
                     if self._state is not None:
                         if progress.finish_reason != "cancelled":  # which may follow a fault of the drafter
                             self._catch_up([progress])
-                        self._late.pop(progress.request_id, None)
+                        self._late.put_back(progress.row, [])
                         progress.draft_state_bytes = self._state.nbytes(progress.row)
                         self._state.reset(progress.row)
                     self.target.close(progress.seq)
@@ -291,6 +289,7 @@ class Engine:
                 rows=tuple(running[i].row for i in chosen),
                 anchors=torch.tensor([running[i].anchor for i in chosen]),
                 num_tokens=tuple(wanted[i] for i in chosen),
+                prices=self.policy.prices(len(running)) if self.drafter.weighs_prices else None,
             ),
         )
         self._count_nonfinite(proposal)
@@ -313,6 +312,8 @@ class Engine:
             most = min(most, self.drafter.max_positions - p.position)
         if most <= 0:
             return 0
+        if self.drafter.weighs_prices and self.policy.prices(num_rows) is not None:
+            return min(most, self.policy.max_draft_tokens)
         return self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
 
     def _count_nonfinite(self, proposal: Proposal) -> None:
@@ -383,28 +384,21 @@ class Engine:
     def _commit_later(
         self, requests: list[Progress], kept: list[list[int]], features: Tensor | None, widths: tuple[int, ...]
     ) -> None:
-        """Keep what was committed without drafts until a drafter needs it, or there is much of it."""
+        """Keep what was committed without drafts until the drafter needs it, or there is much of it."""
         if self.drafter is None:
             return
-        first = 0
+        first, full = 0, []
         for p, ids, width in zip(requests, kept, widths, strict=True):
-            part = None if features is None else features[first : first + len(ids)].clone()
-            self._late.setdefault(p.request_id, []).append((ids, part))
+            if self._late.add(p.row, ids, None if features is None else features[first : first + len(ids)]):
+                full.append(p)
             first += width
-        self._catch_up([p for p in requests if len(self._late[p.request_id]) >= LATE_TOKENS])
+        self._catch_up(full)
 
     def _catch_up(self, requests: list[Progress]) -> None:
-        """Commit what was kept for later, all of it for each request."""
-        behind = [p for p in requests if p.request_id in self._late]
-        if not behind:
-            return
-        kept, parts = [], []
-        for p in behind:
-            late = self._late.pop(p.request_id)
-            kept.append([token for ids, _ in late for token in ids])
-            parts += [part for _, part in late if part is not None]
-        features = torch.cat(parts) if parts else None
-        self._commit(behind, kept, features, tuple(map(len, kept)), verdict=None)
+        """Commit what was kept for later."""
+        late = self._late.take([p.row for p in requests])
+        if late is not None and self.drafter is not None and self._state is not None:
+            self.drafter.commit(self._state, late)
 
     def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
         final = p.finish_reason is not None

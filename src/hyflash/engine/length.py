@@ -10,6 +10,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
+from hyflash.core import Prices
 from hyflash.errors import UserError
 
 
@@ -63,6 +64,10 @@ class LengthPolicy(ABC):
         """For a new request."""
         return RowStats(max(1, self.max_draft_tokens))
 
+    def prices(self, num_rows: int) -> Prices | None:
+        """What rounds of `num_rows` rows cost, as far as the policy knows it."""
+        return None
+
     @abstractmethod
     def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
         """Draft tokens for one row of a batch of `num_rows`, from 0 to `most`."""
@@ -95,7 +100,7 @@ class AdaptiveLength(LengthPolicy):
     FOLLOW = 0.1
     """Weight of a new time against those before."""
 
-    def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8) -> None:
+    def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8, one_sec: float = 0.0) -> None:
         if 1 not in costs:
             raise UserError("the cost table has no entry for width 1.")
         if not all(0 < cost < float("inf") for cost in costs.values()):
@@ -103,15 +108,32 @@ class AdaptiveLength(LengthPolicy):
         self.max_draft_tokens = max_draft_tokens
         self._costs = dict(sorted(costs.items()))
         self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on
-        self._one_sec, self._seen_one = 0.0, False
+        self._one_sec, self._seen_one = one_sec, False  # seconds of a width-1 forward, 0 while unknown
+        self._beyond: dict[int, list[float]] = {}  # rows of a batch -> c - 1 of the table, by draft tokens
+        self._stretch = 1.0  # of what rows beyond the first cost, against the table
         self._record = RowStats(max(1, max_draft_tokens))
 
     def new_stats(self) -> RowStats:
         """Starts from what earlier requests accepted."""
         return RowStats(max(1, self.max_draft_tokens), self._record)
 
+    def prices(self, num_rows: int) -> Prices | None:
+        """From the table as it is by now."""
+        if not self._one_sec:
+            return None
+        beyond = self._beyond.get(num_rows)
+        if beyond is None:
+            widths = [num_rows * (drafts + 1) for drafts in range(self.max_draft_tokens + 1)]
+            beyond = self._beyond[num_rows] = [self._tabled(width) - 1.0 for width in widths]
+        stretch = self._stretch
+        return Prices(forward=lambda drafts: 1.0 + stretch * beyond[drafts], one_sec=self._one_sec)
+
     def cost(self, width: float) -> float:
-        """c(width), linear between and beyond the measured widths."""
+        """c(width) as it is by now."""
+        return 1.0 + self._stretch * (self._tabled(width) - 1.0) if width > 1 else 1.0
+
+    def _tabled(self, width: float) -> float:
+        """c(width) of the table, linear between and beyond the measured widths."""
         known = list(self._costs.items())
         for (q0, c0), (q1, c1) in itertools.pairwise(known):
             if width <= q1:
@@ -147,12 +169,14 @@ class AdaptiveLength(LengthPolicy):
         """
         if width == 1:
             self._seen_one = True
-        elif self._seen_one:
-            cost = self.cost(width)
-            self._costs[width] = max(1.0, cost + self.FOLLOW * (verify_sec / self._one_sec - cost))
-            self._costs = dict(sorted(self._costs.items()))
+        elif self._seen_one and (beyond := self._tabled(width) - 1.0) > 0:
+            self._stretch = self._follow(self._stretch, (verify_sec / self._one_sec - 1.0) / beyond)
         if width == 1 or not self._seen_one:
             one = verify_sec / max(self.cost(width), 1e-9)
-            self._one_sec = one if not self._one_sec else self._one_sec + self.FOLLOW * (one - self._one_sec)
+            self._one_sec = self._follow(self._one_sec, one) if self._one_sec else one
         if draft_sec > 0 and self._one_sec > 0:
-            self._draft_cost += self.FOLLOW * (draft_sec / self._one_sec - self._draft_cost)
+            self._draft_cost = self._follow(self._draft_cost, draft_sec / self._one_sec)
+
+    def _follow(self, so_far: float, new: float) -> float:
+        """A running mean on which a round that was held up by other work has little weight."""
+        return so_far + self.FOLLOW * (min(max(new, so_far / 4), so_far * 4) - so_far)

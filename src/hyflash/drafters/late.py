@@ -1,0 +1,60 @@
+"""Commits that wait: tokens of rows and their features, kept until a state needs them.
+
+A commit costs a drafter much more than its tokens do, so one of many costs little more than one of a single token; and
+while a row is decoded without this drafter, nobody needs its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hyflash.core import Commit
+
+LATE_PIECES = 64
+"""Pieces of a row after which the caller should commit them: they are memory, and a pause before the next token."""
+
+Piece = tuple[list[int], Tensor | None]
+
+
+class LateCommits:
+    """What waits, by row, in order."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[Piece]] = {}
+
+    def add(self, row: int, ids: list[int], features: Tensor | None) -> bool:
+        """Keep a row's tokens and their features (n, C, D); True when there are enough to be committed."""
+        pieces = self._rows.setdefault(row, [])
+        pieces.append((ids, None if features is None else features.clone()))
+        return len(pieces) >= LATE_PIECES
+
+    def take(self, rows: Sequence[int]) -> Commit | None:
+        """One commit of all that waits for these rows; None when nothing does."""
+        found = [(row, self._rows.pop(row)) for row in rows if row in self._rows]
+        if not found:
+            return None
+        texts = [[token for ids, _ in pieces for token in ids] for _, pieces in found]
+        lengths = tuple(map(len, texts))
+        tokens = torch.zeros(len(texts), max(lengths), dtype=torch.long)
+        features = None
+        for b, ((_, pieces), text) in enumerate(zip(found, texts, strict=True)):
+            tokens[b, : len(text)] = torch.tensor(text, dtype=torch.long)
+            parts = [part for _, part in pieces if part is not None]
+            if parts:
+                own = torch.cat(parts)
+                features = own.new_zeros(*tokens.shape, *own.shape[1:]) if features is None else features
+                features[b, : len(own)] = own
+        return Commit(rows=tuple(row for row, _ in found), tokens=tokens, features=features, lengths=lengths)
+
+    def waiting(self, row: int) -> list[Piece]:
+        """A row's pieces, for a snapshot."""
+        return list(self._rows.get(row, ()))
+
+    def put_back(self, row: int, pieces: list[Piece]) -> None:
+        """The row has just these pieces now; none drops it."""
+        self._rows.pop(row, None)
+        if pieces:
+            self._rows[row] = list(pieces)
