@@ -24,9 +24,12 @@ $(VENV)/.kernels: $(VENV)/.ready kernels/CMakeLists.txt kernels/pyproject.toml $
 	fi
 	@if $(CXX) --version > /dev/null 2>&1; then touch $@; fi
 
+# On torch, as any model runs, and on the CPU kernels, where forwards are so short that drafts pay less.
+DEMO := "A train leaves the station at 9 am and travels 60 miles per hour for 3 hours, then 40 miles per hour for 2 hours. How far does it travel in all? Explain step by step."
 demo: setup
 	$(BIN)/hyflash pull smollm2-135m
-	$(BIN)/hyflash generate --compare -n 200 "A train leaves the station at 9 am and travels 60 miles per hour for 3 hours, then 40 miles per hour for 2 hours. How far does it travel in all? Explain step by step."
+	$(BIN)/hyflash generate --compare --backend torch -n 200 $(DEMO)
+	$(BIN)/hyflash generate --compare -n 200 $(DEMO)
 	$(BIN)/hyflash bench --prompts demo --limit 2 -n 128
 
 test: setup
