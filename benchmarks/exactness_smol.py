@@ -18,12 +18,12 @@ from forks import compare, verdict
 from hyflash import api, environment, hub
 from hyflash.bench import workloads
 from hyflash.cli.main import calm_libraries
-from hyflash.core import Request, SamplingParams
+from hyflash.core import Request, SamplingParams, TargetOptions
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.errors import UserError
 
-SAMPLED = {"temperature": 0.8, "top_p": 0.95}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 LONG = 400
 """Tokens of the one long text: short ones hide forks."""
 
@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--widths", nargs="+", type=int, default=[2, 4, 8], help="rows of a verify forward")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="requests decoded at once")
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--backend", default="auto", help="auto, native or torch")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser.parse_args()
 
@@ -66,7 +67,7 @@ def drafters_of(options: argparse.Namespace) -> list[str]:
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
     """All drafters, widths and batches. Raises UserError for what cannot be loaded."""
-    target = api.load_target(options.target, num_threads=options.threads)
+    target = api.load_target(options.target, TargetOptions(backend=options.backend, num_threads=options.threads))
     requests = requests_of(options, target)
     plain = []
     for i, request in enumerate(requests):
@@ -93,6 +94,7 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
                 )
     return {
         "target": options.target,
+        "backend": target.model.describe(),
         "exact": target.model.exactness,
         "epsilon": target.model.epsilon,
         "num_forks": sum(len(r["forks"]) for r in results),

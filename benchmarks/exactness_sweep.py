@@ -33,7 +33,7 @@ from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.targets import hf
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
 
 
 def arguments() -> argparse.Namespace:
