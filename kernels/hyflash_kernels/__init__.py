@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
-ABI = 1
+ABI = 2
 
 TYPES = {
     "F32": 0,
@@ -169,7 +169,6 @@ _CALLS = {
     "hk_packed_size": (_L, [_I, _L, _L]),
     "hk_packed_version": (_I, []),
     "hk_pack": (None, [_I, _L, _L, _P, _P]),
-    "hk_unpack_row": (None, [_I, _L, _P, _P]),
     "hk_unpack_rows": (None, [_I, _L, _P, _P, _L, _P]),
     "hk_quantize_row": (_I, [_I, _L, _P, _P]),
     "hk_pool_new": (_P, [_I]),

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of this file. */
-#define HK_ABI 1
+#define HK_ABI 2
 HK_API int32_t hk_abi(void);
 
 /* Name of the instruction set in use: amx, avx512, avxvnni, avx2, neon or portable; HYFLASH_KERNELS_ISA overrides.
@@ -39,8 +39,6 @@ HK_API int64_t hk_packed_size(int32_t type, int64_t n, int64_t k);
 /* Version of the packed layout; a cached file of another version must be packed again. */
 HK_API int32_t hk_packed_version(void);
 HK_API void hk_pack(int32_t type, int64_t n, int64_t k, const void* rows, void* packed);
-/* One GGUF row -> float32 (k). */
-HK_API void hk_unpack_row(int32_t type, int64_t k, const void* row, float* out);
 /* Rows `ids` (num) of GGUF rows of k weights -> float32 (num, k). */
 HK_API void hk_unpack_rows(int32_t type, int64_t k, const void* rows, const int64_t* ids, int64_t num, float* out);
 /* One float32 row -> GGUF; Q8_0, Q4_0, Q4_1, F16, BF16, F32. */

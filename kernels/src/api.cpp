@@ -63,13 +63,8 @@ int32_t hk_packed_version() { return kLayoutVersion; }
 void hk_pack(int32_t type, int64_t n, int64_t k, const void* rows, void* packed) {
   pack(type, n, k, static_cast<const uint8_t*>(rows), 0, round_up(n, kLanes) / kLanes, static_cast<uint8_t*>(packed));
 }
-void hk_unpack_row(int32_t type, int64_t k, const void* row, float* out) {
-  unpack_row(type, k, static_cast<const uint8_t*>(row), out);
-}
 void hk_unpack_rows(int32_t type, int64_t k, const void* rows, const int64_t* ids, int64_t num, float* out) {
-  const TypeInfo& t = *type_info(type);
-  const int64_t bytes = k / t.block * t.block_bytes;
-  for (int64_t i = 0; i < num; ++i) unpack_row(type, k, static_cast<const uint8_t*>(rows) + ids[i] * bytes, out + i * k);
+  for (int64_t i = 0; i < num; ++i) unpack_at(type, k, rows, ids[i], out + i * k);
 }
 int32_t hk_quantize_row(int32_t type, int64_t k, const float* row, void* out) {
   switch (type) {
@@ -177,8 +172,8 @@ int32_t hk_model_set_threads(hk_model* m, int32_t num_threads) {
 
 void hk_model_set_matrix(hk_model* m, int32_t layer, int32_t slot, int32_t type, int64_t n, int64_t k,
                          const void* packed, const float* bias) {
-  Matrix& to = layer < 0 ? m->model.head : m->model.layers[size_t(layer)].matrix[slot];
-  to = {type, n, k, static_cast<const uint8_t*>(packed), bias};
+  hk_matrix& to = layer < 0 ? m->model.head : m->model.layers[size_t(layer)].matrix[slot];
+  to = {type, n, k, packed, bias};
 }
 void hk_model_set_vector(hk_model* m, int32_t layer, int32_t slot, const float* data) {
   (layer < 0 ? m->model.final_norm : m->model.layers[size_t(layer)].vector[slot]) = data;

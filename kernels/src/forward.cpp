@@ -121,22 +121,11 @@ void Forward::thread(const Batch& batch, int t) {
   finish(batch, t);
 }
 
-void Forward::linear(const Matrix& m, const Acts& in, int64_t rows, Part groups, float* y, int64_t ldy) const {
-  if (groups.first >= groups.last) return;
-  k_.linear(m.type, m.packed, m.n, in, rows, groups.first, groups.last, y, ldy);
-  if (!m.bias) return;
-  const int64_t end = std::min(m.n, groups.last * kLanes);
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = groups.first * kLanes; i < end; ++i) y[r * ldy + i] += m.bias[i];
-}
-
 void Forward::embed(const Batch& batch, int t) {
-  const TypeInfo& type = *type_info(model_.embedding_type);
-  const int64_t row_bytes = c_.hidden / type.block * type.block_bytes;
   const Part p = part(int64_t(rows_.size()), t, pool_->size());
   for (int64_t r = p.first; r < p.last; ++r) {
     float* x = space_->x.get() + r * c_.hidden;
-    unpack_row(model_.embedding_type, c_.hidden, model_.embedding + batch.tokens[r] * row_bytes, x);
+    unpack_at(model_.embedding_type, c_.hidden, model_.embedding, batch.tokens[r], x);
     if (c_.embed_scale != 1.0f)
       for (int64_t i = 0; i < c_.hidden; ++i) x[i] *= c_.embed_scale;
   }
@@ -169,7 +158,7 @@ void Forward::project(int index, int t) {
     const int64_t count = slot == kQuery ? c_.num_heads : c_.num_kv_heads;
     const int64_t first = std::max<int64_t>(heads.first - begin, 0), last = std::min(heads.last - begin, count);
     if (first < last)
-      linear(layer.matrix[slot], s.in_hidden->acts, rows, {first * dim / kLanes, last * dim / kLanes},
+      product(k_, layer.matrix[slot], s.in_hidden->acts, rows, {first * dim / kLanes, last * dim / kLanes},
              s.qkv.get() + begin * dim, s.width);
     for (int64_t head = first; head < last; ++head)
       for (int64_t r = 0; r < rows; ++r)
@@ -196,11 +185,11 @@ void Forward::place(const Layer& layer, int index, int slot, int head, const Row
 }
 
 // The stream += m(in), directly or through a norm.
-void Forward::add_to_stream(const Matrix& m, const Acts& in, const float* post_norm, int t) {
+void Forward::add_to_stream(const hk_matrix& m, const Acts& in, const float* post_norm, int t) {
   Space& s = *space_;
   const int64_t rows = int64_t(rows_.size());
   const Part groups = part(round_up(m.n, kLanes) / kLanes, t, pool_->size());
-  linear(m, in, rows, groups, s.y.get(), c_.hidden);
+  product(k_, m, in, rows, groups, s.y.get(), c_.hidden);
   if (!post_norm) {
     const int64_t end = std::min<int64_t>(m.n, groups.last * kLanes);
     for (int64_t r = 0; r < rows; ++r)
@@ -223,8 +212,8 @@ void Forward::feed(const Layer& layer, int t) {
   const Part blocks = part(s.inner / kBlock, t, pool_->size());
   const int64_t groups = round_up(c_.intermediate, kLanes) / kLanes, first = blocks.first * kBlock;
   const Part mine{2 * blocks.first, std::min(2 * blocks.last, groups)};
-  linear(layer.matrix[kGate], s.in_hidden->acts, rows, mine, s.gate.get(), s.inner);
-  linear(layer.matrix[kUp], s.in_hidden->acts, rows, mine, s.up.get(), s.inner);
+  product(k_, layer.matrix[kGate], s.in_hidden->acts, rows, mine, s.gate.get(), s.inner);
+  product(k_, layer.matrix[kUp], s.in_hidden->acts, rows, mine, s.up.get(), s.inner);
   const int64_t count = std::min<int64_t>(c_.intermediate, blocks.last * kBlock) - first;
   if (count <= 0) return;
   for (int64_t r = 0; r < rows; ++r) {
@@ -273,7 +262,7 @@ void Forward::finish(const Batch& batch, int t) {
 // This thread's columns of the logits of quantised rows.
 void Forward::head_part(int64_t rows, float* logits, int t) {
   const Part groups = part(round_up(c_.vocab, kLanes) / kLanes, t, pool_->size());
-  linear(model_.head, space_->in_hidden->acts, rows, groups, logits, c_.vocab);
+  product(k_, model_.head, space_->in_hidden->acts, rows, groups, logits, c_.vocab);
   if (c_.logit_scale == 1.0f && c_.final_cap == 0.0f) return;
   const int64_t first = groups.first * kLanes, end = std::min<int64_t>(c_.vocab, groups.last * kLanes);
   for (int64_t r = 0; r < rows && first < end; ++r)

@@ -43,14 +43,13 @@ class Forward {
   void place(const Layer& layer, int index, int slot, int head, const Row& row, float* x, int t);
   void attend(int index, int t);
   void merge(const Layer& layer, int t);
-  void add_to_stream(const Matrix& m, const Acts& in, const float* post_norm, int t);
+  void add_to_stream(const hk_matrix& m, const Acts& in, const float* post_norm, int t);
   void norm(const float* weight, const std::vector<int64_t>* listed, int t);
   void feed(const Layer& layer, int t);
   void tap(const Batch& batch, int index, int t);
   void finish(const Batch& batch, int t);
   void head_part(int64_t rows, float* logits, int t);
   void best(const Batch& batch, const float* logits, int t);
-  void linear(const Matrix& m, const Acts& in, int64_t rows, Part groups, float* y, int64_t ldy) const;
 
   Model& model_;
   const Config& c_;

@@ -5,13 +5,11 @@
 #include <vector>
 
 #include "forward.h"
-#include "pack.h"
+#include "products.h"
 
 namespace hk {
 
 constexpr int kRowChunk = 16;  // rows of an attention item, at most
-
-inline bool is_float(const Matrix& m) { return m.packed && type_info(m.type)->float_bytes; }
 
 struct Forward::Space {
   Space(const Model& m, int64_t num_rows, int num_threads)

@@ -11,18 +11,11 @@ namespace hk {
 using Config = hk_config;
 using Batch = hk_batch;
 
-struct Matrix {
-  int32_t type = -1;
-  int64_t n = 0, k = 0;
-  const uint8_t* packed = nullptr;
-  const float* bias = nullptr;
-};
-
 enum MatrixSlot { kQuery, kKey, kValue, kOutput, kGate, kUp, kDown, kNumMatrices };
 enum VectorSlot { kAttnNorm, kFfnNorm, kAttnPostNorm, kFfnPostNorm, kQueryNorm, kKeyNorm, kNumVectors };
 
 struct Layer {
-  Matrix matrix[kNumMatrices];
+  hk_matrix matrix[kNumMatrices] = {};
   const float* vector[kNumVectors] = {};
   int32_t window = 0;  // 0: all earlier tokens
   int32_t rope = 0;    // index of its frequencies
@@ -68,7 +61,7 @@ struct Model {
 
   const Config config;
   std::vector<Layer> layers;
-  Matrix head;
+  hk_matrix head = {};
   const float* final_norm = nullptr;
   const uint8_t* embedding = nullptr;  // GGUF rows
   int32_t embedding_type = -1;

@@ -16,4 +16,10 @@ void unpack_row(int type, int64_t k, const uint8_t* row, float* out);
 // A block with a weight that is not finite becomes NaN.
 void quantize_row(int type, int64_t k, const float* row, uint8_t* out);
 
+// Row `index` of rows of k weights -> float32 (k).
+inline void unpack_at(int32_t type, int64_t k, const void* rows, int64_t index, float* out) {
+  const TypeInfo& t = *type_info(type);
+  unpack_row(type, k, static_cast<const uint8_t*>(rows) + index * (k / t.block * t.block_bytes), out);
+}
+
 }  // namespace hk

@@ -1,4 +1,4 @@
-// Products of packed matrices by the threads of a pool: the pieces that layers.cpp and chain.cpp share.
+// Products of packed matrices by the threads of a pool: the pieces that forwards, layers and chains share.
 #pragma once
 #include <algorithm>
 
@@ -7,16 +7,19 @@
 
 namespace hk {
 
-inline bool is_float(const hk_matrix& m) { return type_info(m.type)->float_bytes != 0; }
+inline bool is_float(const hk_matrix& m) { return m.packed && type_info(m.type)->float_bytes != 0; }
 inline int64_t groups_of(const hk_matrix& m) { return round_up(m.n, kLanes) / kLanes; }
 
-// Columns of `groups` of a product, bias included.
-inline void product(const Kernels& k, const hk_matrix& m, const Acts& in, int64_t rows, Part groups, float* y) {
+// Columns of `groups` of a product, bias included; rows of y lie `ldy` apart.
+inline void product(const Kernels& k, const hk_matrix& m, const Acts& in, int64_t rows, Part groups, float* y, int64_t ldy) {
   if (groups.first >= groups.last) return;
-  k.linear(m.type, static_cast<const uint8_t*>(m.packed), m.n, in, rows, groups.first, groups.last, y, m.n);
+  k.linear(m.type, static_cast<const uint8_t*>(m.packed), m.n, in, rows, groups.first, groups.last, y, ldy);
   const int64_t end = std::min(m.n, groups.last * kLanes);
   for (int64_t r = 0; m.bias && r < rows; ++r)
-    for (int64_t i = groups.first * kLanes; i < end; ++i) y[r * m.n + i] += m.bias[i];
+    for (int64_t i = groups.first * kLanes; i < end; ++i) y[r * ldy + i] += m.bias[i];
+}
+inline void product(const Kernels& k, const hk_matrix& m, const Acts& in, int64_t rows, Part groups, float* y) {
+  product(k, m, in, rows, groups, y, m.n);
 }
 
 struct Norm {
@@ -40,9 +43,7 @@ inline void take_in(const Kernels& k, const float* x, int64_t rows, int64_t size
 
 // The embedding of a token.
 inline void embed(const hk_draft_chain& c, int64_t dim, int64_t token, float* out) {
-  const TypeInfo& type = *type_info(c.embedding_type);
-  const int64_t row_bytes = dim / type.block * type.block_bytes;
-  unpack_row(c.embedding_type, dim, static_cast<const uint8_t*>(c.embedding) + token * row_bytes, out);
+  unpack_at(c.embedding_type, dim, c.embedding, token, out);
   for (int64_t i = 0; i < dim; ++i) out[i] *= c.embedding_scale;
 }
 

@@ -13,8 +13,8 @@ WRITABLE = ("Q8_0", "Q4_0", "Q4_1")
 
 def unpack(lib, type_name: str, rows: np.ndarray, k: int) -> np.ndarray:
     out = np.empty((len(rows), k), np.float32)
-    for row, values in zip(rows, out, strict=True):
-        lib.hk_unpack_row(cases.TYPE[type_name], k, row.ctypes.data, values.ctypes.data)
+    ids, rows = np.arange(len(rows)), np.ascontiguousarray(rows)
+    lib.hk_unpack_rows(cases.TYPE[type_name], k, rows.ctypes.data, ids.ctypes.data, len(ids), out.ctypes.data)
     return out
 
 
