@@ -15,8 +15,9 @@ import pytest
 
 from gguf_bytes import FLOAT, GgufBytes, as_floats, model_keys, model_tensors, write_model
 from hyflash.errors import UserError
+from hyflash.ops.gguf_rows import BLOCKS
 from hyflash.targets import gguf_read
-from hyflash.targets.decoder import BLOCKS, DecoderSpec, Weights, to_float
+from hyflash.targets.decoder import DecoderSpec, Weights, to_float
 from hyflash.targets.fingerprint import fingerprint
 from hyflash.targets.gguf_file import ARCHITECTURES, GgufFile
 

@@ -243,4 +243,8 @@ def run_block(kernels: Kernels, block: Block, rows: Sequence[BlockRow]) -> tuple
     seen = [_row(kernels, x, *row.seen[i], parts.num_slots) for i, x in enumerate(parts.layers) for row in rows]
     states = (kernels.hk.DraftRow * len(seen))(*seen)
     kernels.check(kernels.lib.hk_draft_block_run(kernels.pool, ctypes.byref(block.raw), raws, len(rows), states))
-    return tokens, shares, [int(raw.found) for raw in raws]
+    found = [int(raw.found) for raw in raws]
+    for b, n in enumerate(found):
+        if n < rows[b].num_tokens:
+            tokens[b, n:], shares[b, n:] = 0, 0.0
+    return tokens, shares, found

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hyflash.core import EmbeddingTable
 from hyflash.errors import HyflashError, UserError, nearest
+from hyflash.ops.gguf_rows import quantize
 
 if TYPE_CHECKING:
     import hyflash_kernels as hk
@@ -29,7 +30,6 @@ CORES = {"mean": 0, "gla": 1, "delta": 2, "mamba2": 3}
 """Recurrences of `ops.memory`, by the kernels' numbers."""
 HEAD_STEP = 16
 """Widths of attention heads and memories are multiples of this."""
-_ROW_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "BF16": 64}  # of 32 weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +112,7 @@ class Kernels:
             bias = ready(bias).detach().clone()
         kind = (kind or self._kind) if k % 32 == 0 else "F32"
         number = self.hk.TYPES[kind]
-        rows = ready(weight).detach().numpy()
-        if kind != "F32":
-            stored = np.empty((n, k * _ROW_BYTES[kind] // 32), np.uint8)
-            for row, to in zip(rows, stored, strict=True):
-                self.lib.hk_quantize_row(number, k, row.ctypes.data, to.ctypes.data)
-        else:
-            stored = rows.view(np.uint8)
+        stored = quantize(ready(weight).detach().numpy(), kind)
         packed = _aligned(self.lib.hk_packed_size(number, n, k))
         self.lib.hk_pack(number, n, k, stored.ctypes.data, packed.ctypes.data)
         raw = self.hk.Matrix(

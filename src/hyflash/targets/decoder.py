@@ -16,25 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyflash.errors import UserError
+from hyflash.ops.gguf_rows import row_bytes
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """Matrices of a layer in the order of the kernels' slots."""
 VECTORS = ("attn_norm", "ffn_norm", "attn_post_norm", "ffn_post_norm", "query_norm", "key_norm")
 """Vectors of a layer in the order of the kernels' slots."""
-BLOCKS = {
-    "F32": (1, 4),
-    "F16": (1, 2),
-    "Q4_0": (32, 18),
-    "Q4_1": (32, 20),
-    "Q5_0": (32, 22),
-    "Q5_1": (32, 24),
-    "Q8_0": (32, 34),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
-    "BF16": (1, 2),
-}
-"""Weights and bytes of a block of each type, by GGUF's names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +114,7 @@ class Stored:
 
     path: Path
     offset: int
-    type: str  # by BLOCKS, or the file's own name for one that is not known there
+    type: str  # by `gguf_rows.BLOCKS`, or the file's own name for one that is not known there
     shape: tuple[int, ...]  # outputs first
     row_bytes: int
 
@@ -161,7 +148,7 @@ class Stored:
 class Rows:
     """A matrix as rows of GGUF blocks, in its file until it is read: one uint8 row for each output."""
 
-    type: str  # of the rows given, by BLOCKS
+    type: str  # of the rows given, by `gguf_rows.BLOCKS`
     num_outputs: int
     num_inputs: int
     stored: Stored
@@ -205,12 +192,6 @@ class Weights:
             for name in MATRICES:
                 yield f"{index}.{name}", layer[name]
         yield "head", self.head
-
-
-def row_bytes(kind: str, num_inputs: int) -> int:
-    """Bytes of a row of `num_inputs` weights that fill whole blocks."""
-    weights, size = BLOCKS[kind]
-    return num_inputs // weights * size
 
 
 def to_float(kind: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hyflash.errors import UserError
-from hyflash.targets.decoder import BLOCKS, DecoderSpec, Rows, Weights
+from hyflash.ops.gguf_rows import BLOCKS
+from hyflash.targets.decoder import DecoderSpec, Rows, Weights
 from hyflash.targets.gguf_read import GgufReader
 from hyflash.targets.gguf_spec import read_spec
 

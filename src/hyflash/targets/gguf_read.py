@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyflash.errors import UserError
-from hyflash.targets.decoder import BLOCKS, Stored, row_bytes, to_float
+from hyflash.ops.gguf_rows import BLOCKS, row_bytes
+from hyflash.targets.decoder import Stored, to_float
 
 MAX_ENTRIES = 1 << 16
 """Keys, and tensors: far above any model's."""

@@ -9,7 +9,6 @@ too), and for rows that are no whole number of blocks of 32, which stay as store
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyflash.errors import UserError
-from hyflash.targets.decoder import BLOCKS, DecoderSpec, Rows, Stored, Weights, row_bytes, to_float
+from hyflash.ops.gguf_rows import BLOCKS, quantize
+from hyflash.targets.decoder import DecoderSpec, Rows, Stored, Weights, to_float
 from hyflash.targets.hf_spec import has_bias, load_config, read_spec
 from hyflash.targets.safetensors_read import read_tensors
 
@@ -154,18 +154,3 @@ class HfFiles:
 
 def _convert(stored: str, kind: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return quantize(to_float(stored, rows), kind)
-
-
-def quantize(weight: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
-    """Rows of GGUF blocks (N, bytes) of a float matrix (N, K), rounded as ggml rounds them. K fills whole blocks."""
-    import hyflash_kernels as hk
-
-    lib, number, num_inputs = hk.library(), hk.TYPES[kind], weight.shape[1]
-    weight = np.ascontiguousarray(weight)
-    out = np.empty((len(weight), row_bytes(kind, num_inputs)), np.uint8)
-    source, target = weight.ctypes.data, out.ctypes.data
-    for index in range(len(weight)):
-        row, to = source + index * 4 * num_inputs, target + index * out.shape[1]
-        if lib.hk_quantize_row(number, num_inputs, ctypes.c_void_p(row), ctypes.c_void_p(to)):
-            raise ValueError(f"the kernels do not quantise to {kind}")
-    return out

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hyflash.errors import UserError
-from hyflash.targets.decoder import BLOCKS, Stored
+from hyflash.ops.gguf_rows import BLOCKS
+from hyflash.targets.decoder import Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

@@ -13,9 +13,10 @@ from hyflash.bench.floors import Shape
 from hyflash.bench.peers.base import Engine, MissingPeer
 from hyflash.core import TargetInfo
 from hyflash.errors import UserError, nearest
+from hyflash.ops.gguf_rows import BLOCKS
 
 NAMES = ("llama.cpp", "onnxruntime", "transformers")
-BYTES_PER_WEIGHT = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32, "Q4_1": 20 / 32}
+BYTES_PER_WEIGHT = {kind: size / weights for kind, (weights, size) in BLOCKS.items()}
 
 
 def check_names(names: list[str]) -> None:
