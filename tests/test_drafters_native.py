@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from drafting import (
 )
 from families import text
 from hyflash.core import Commit, DraftRequest, Request, SamplingParams, TrainBatch
-from hyflash.drafters import dflash, packed_parts
+from hyflash.drafters import dflash, packed_drafter
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.compose import Composite
 from hyflash.engine.decode import Engine
@@ -32,7 +31,7 @@ from hyflash.engine.length import FixedLength
 from hyflash.ops.kernels import Kernels
 from native_models import native_dir, needs_kernels
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 torch.set_num_threads(1)
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: kind for name, kind in KINDS.items() if kind[0] != "lookup"},
@@ -46,13 +45,6 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
 """Kinds of drafters that have a packed form on a target whose heads are 16 wide."""
 LENGTHS = (1, 9, 23, 40)
 UPTO = (0, 8, 22, 39)  # the last token of each sequence is its anchor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +182,7 @@ def test_an_anchor_outside_the_vocabulary_is_refused(target: Any) -> None:
 
 @pytest.mark.parametrize("kept", [1, 3, 7])
 def test_few_kept_head_rows_serve_as_many(kept: int, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_parts, "KEPT_ROWS", kept)
+    monkeypatch.setattr(packed_drafter, "KEPT_ROWS", kept)
     plain, packed = pair("hyflash-reduced", target)
     for drafter in (plain, packed):
         drafter.set_draft_vocab(torch.arange(40, 72))  # what random_batch draws lies outside

@@ -14,7 +14,7 @@ _NOT_METHODS = {
     "block_config",
     "context",
     "objective",
-    "packed_parts",
+    "packed_drafter",
     "late",
     "packing",
     "vocab",

@@ -116,6 +116,7 @@ class Composite(Drafter):
         self.parts = nn.ModuleList(drafter for _, drafter in drafters)
         self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
+        self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
         self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
@@ -141,8 +142,7 @@ class Composite(Drafter):
     def _commit_dear(self, state: ComposedState, new: Commit, p: int) -> None:
         """Tokens of rows that the part has drafted go to it, with the verdict; with prices, those of others wait."""
         name, drafter, verdict = self.names[p], self._drafters[p], new.verdict
-        picks = [self.target_layer_ids.index(tap) for tap in drafter.target_layer_ids]
-        features = None if new.features is None else new.features[:, :, picks]
+        features = None if new.features is None else new.features[:, :, self._picks[p]]
         own = replace(new, features=features, verdict=_own(verdict, name))
         mine = list(range(len(new.rows)))
         if state.lazy:  # long commits are prompts

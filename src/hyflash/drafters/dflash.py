@@ -20,7 +20,7 @@ from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.context import BlockState, ContextShape, new_store
 from hyflash.drafters.objective import at_positions, block_loss
-from hyflash.drafters.packed_parts import MemoryParts, PackedDrafter, PackedLayer
+from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.packing import PackingDrafter
 from hyflash.drafters.vocab import HeadRows, ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError

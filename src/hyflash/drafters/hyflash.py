@@ -22,7 +22,7 @@ from hyflash.drafters import dflash
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.context import BlockState
-from hyflash.drafters.packed_parts import MemoryParts, PackedDrafter
+from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter
 from hyflash.errors import UserError
 from hyflash.layers import RMSNorm, init_linear
 from hyflash.ops.kernels import HEAD_STEP, Kernels

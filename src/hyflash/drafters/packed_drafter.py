@@ -103,11 +103,6 @@ class PackedLayer:
             ),
         )
 
-    def run(self, x: Tensor, rings: Sequence[Ring], memories: Tensor | None, rows: Sequence[int], first: int) -> Tensor:
-        """Slots (B, S, D) -> (B, S - first, D), given the context of each row and the states of all rows."""
-        seen = [None if memories is None else memories[row] for row in rows]
-        return run_layer(self._kernels, self.layer, x, rings, seen, first)
-
     def take(self, products: Sequence[Tensor], state: BlockState, index: int, row: int, start: int) -> None:
         """Take one row's products (T, n) with `context` into layer `index` of the state."""
         keys, values, *writes = products
@@ -242,10 +237,11 @@ class PackedDrafter:
 
     def run(self, x: Tensor, state: BlockState, rows: Sequence[int]) -> Tensor:
         """All layers: slots (B, 1 + L, D) -> (B, L, D). The anchor's slot ends with the last layer."""
-        for i, (layer, store) in enumerate(zip(self._layers, state.stores, strict=True)):
-            rings = [store.ring(row, state.lengths[row], x.shape[1]) for row in rows]
-            memories = state.fixed.get(f"memory.{i}")
-            x = layer.run(x, rings, memories, rows, 1 if i == len(self._layers) - 1 else 0)
+        seen = [self._seen(state, row) for row in rows]
+        for i, packed in enumerate(self._layers):
+            rings, memories = zip(*[own[i] for own in seen], strict=True)
+            first = 1 if i == len(self._layers) - 1 else 0
+            x = run_layer(self._kernels, packed.layer, x, rings, memories, first)
         return x
 
     def propose(
@@ -268,10 +264,7 @@ class PackedDrafter:
                     num_tokens=wanted[b],
                     before=state.fixed["last"][row] if self._start else None,
                     head=self._head.of_row(seen, anchors[b]),
-                    seen=[
-                        (store.ring(row, state.lengths[row], self._num_slots), self._memory(state, i, row))
-                        for i, store in enumerate(state.stores)
-                    ],
+                    seen=self._seen(state, row),
                 )
             )
         tokens, shares, found = run_block(self._kernels, self._block, rows)
@@ -282,8 +275,6 @@ class PackedDrafter:
             shares = shares.new_zeros(len(wanted), shares.shape[1]).index_copy(0, places, shares)
         for b, n in zip(asked, found, strict=True):
             lengths[b] = n
-            if n < wanted[b]:
-                tokens[b, n:], shares[b, n:] = 0, 0.0
         return Proposal(tokens=tokens, lengths=tuple(lengths), confidence=shares, num_nonfinite=cut)
 
     def take_head(self, reduced: ReducedHead) -> None:
@@ -291,10 +282,13 @@ class PackedDrafter:
         self._head = PackedHead(self._kernels, reduced)
         self._block = self._new_block(self._head)
 
-    @staticmethod
-    def _memory(state: BlockState, layer: int, row: int) -> Tensor | None:
-        memories = state.fixed.get(f"memory.{layer}")
-        return None if memories is None else memories[row]
+    def _seen(self, state: BlockState, row: int) -> list[tuple[Ring, Tensor | None]]:
+        """What the slots of a row may see, layer by layer: the ring of its context, and its memory if there is one."""
+        memories = [state.fixed.get(f"memory.{i}") for i in range(len(self._layers))]
+        return [
+            (store.ring(row, state.lengths[row], self._num_slots), None if memory is None else memory[row])
+            for store, memory in zip(state.stores, memories, strict=True)
+        ]
 
     def _new_block(self, head: PackedHead) -> Block:
         if self._hooks.table is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hyflash.core import TargetHooks
 from hyflash.drafters.base import Drafter, DrafterConfig
-from hyflash.drafters.packed_parts import PackedDrafter
+from hyflash.drafters.packed_drafter import PackedDrafter
 from hyflash.ops.kernels import Kernels
 
 
