@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hyflash import environment
+
 if TYPE_CHECKING:
     import ctypes
 
@@ -126,13 +128,12 @@ def ping_pong_ns(num_threads: int, *, num_repeats: int = 5) -> float | None:
 
 
 def _library() -> ctypes.CDLL | None:
-    try:
-        import hyflash_kernels
-
-        library: ctypes.CDLL = hyflash_kernels.library()
-        return library if library.hk_isa() else None
-    except (ImportError, OSError, AttributeError):  # not installed, not built for this machine, or of another version
+    if environment.kernels_missing():
         return None
+    import hyflash_kernels
+
+    library: ctypes.CDLL = hyflash_kernels.library()
+    return library
 
 
 def _read_by_torch(memory: np.ndarray[tuple[int], np.dtype[np.uint8]], num_threads: int, num_repeats: int) -> float:

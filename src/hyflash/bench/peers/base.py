@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from hyflash.bench.floors import Work
 
+PIECE = 512
+"""Tokens of a prompt that every engine feeds at once."""
+
 
 class MissingPeer(Exception):
     """A peer that is not here or cannot run this model; the message says why and what to do."""

@@ -14,11 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from hyflash.bench.floors import Shape, Work
-from hyflash.bench.peers.base import Engine, MissingPeer
+from hyflash.bench.peers.base import PIECE, Engine, MissingPeer
 from hyflash.environment import hardware
 from hyflash.errors import reason
-
-_PIECE = 512
 
 
 class Transformers(Engine):
@@ -48,8 +46,8 @@ class Transformers(Engine):
     def start(self, ids: Sequence[int]) -> None:
         """Feed the prompt in pieces; only the last row's logits are made."""
         self._cache = self._cache_class()
-        for first in range(0, len(ids), _PIECE):
-            self._forward(torch.tensor(ids[first : first + _PIECE]), keep=1)
+        for first in range(0, len(ids), PIECE):
+            self._forward(torch.tensor(ids[first : first + PIECE]), keep=1)
 
     def verify(self, ids: Sequence[int]) -> None:
         """One forward with all logits."""

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyflash.bench.floors import Shape, Work
-from hyflash.bench.peers.base import Engine, MissingPeer
+from hyflash.bench.peers.base import PIECE, Engine, MissingPeer
 from hyflash.errors import HyflashError
 
-_PIECE = 512
 _F16 = 1  # ggml's number of float16
 
 
@@ -39,8 +38,8 @@ class LlamaCpp(Engine):
     def start(self, ids: Sequence[int]) -> None:
         """Feed the prompt in batches; only the last row's logits are made."""
         self._session.truncate(0)
-        for first in range(0, len(ids), _PIECE):
-            piece = ids[first : first + _PIECE]
+        for first in range(0, len(ids), PIECE):
+            piece = ids[first : first + PIECE]
             self._session.decode(piece, first, [first + i == len(ids) - 1 for i in range(len(piece))])
         self._num_prompt = len(ids)
 
@@ -78,7 +77,7 @@ class Session:
         if not self._model:
             raise MissingPeer(f"llama.cpp cannot load {path}")
         params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = max_tokens, _PIECE, _PIECE
+        params.n_ctx, params.n_batch, params.n_ubatch = max_tokens, PIECE, PIECE
         params.n_threads = params.n_threads_batch = num_threads
         params.type_k = params.type_v = _F16
         params.no_perf = True
@@ -88,7 +87,7 @@ class Session:
             raise MissingPeer(f"llama.cpp cannot hold {max_tokens} tokens of {path}")
         self._memory = lib.llama_get_memory(self._context)
         self._vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model))
-        self._batch = lib.llama_batch_init(_PIECE, 0, 1)
+        self._batch = lib.llama_batch_init(PIECE, 0, 1)
 
     def decode(self, ids: Sequence[int], first: int, wanted: Sequence[bool]) -> None:
         """One llama_decode of tokens at positions first.., with logits of the wanted rows."""

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hyflash.bench.floors import Shape, Work
-from hyflash.bench.peers.base import Engine, MissingPeer
+from hyflash.bench.peers.base import PIECE, Engine, MissingPeer
 from hyflash.core import TargetInfo
 
-_PIECE = 512
 _MOST_BYTES = 1 << 31  # an ONNX model in one piece
 
 
@@ -62,8 +61,8 @@ class OnnxRuntime(Engine):
 
     def start(self, ids: Sequence[int]) -> None:
         """Feed the prompt in pieces; only the last row's logits are made."""
-        for first in range(0, len(ids), _PIECE):
-            piece = ids[first : first + _PIECE]
+        for first in range(0, len(ids), PIECE):
+            piece = ids[first : first + PIECE]
             self._forward(piece, first, wanted=[len(piece) - 1])
         self._num_prompt = len(ids)
 

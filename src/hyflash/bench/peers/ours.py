@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 import hyflash
 from hyflash.bench.floors import Shape, Work
 from hyflash.bench.peers import find
-from hyflash.bench.peers.base import Engine
+from hyflash.bench.peers.base import PIECE, Engine
 from hyflash.core import Rows
 from hyflash.targets.base import Target
 
-_PIECE = 512
 _GGUF_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -48,8 +47,8 @@ class TargetEngine(Engine):
     def start(self, ids: Sequence[int]) -> None:
         """Feed the prompt in pieces; only the last row's logits are made, as before decoding."""
         self._target.truncate(self._seq, 0)
-        for first in range(0, len(ids), _PIECE):
-            self._forward(ids[first : first + _PIECE], "last" if first + _PIECE >= len(ids) else "none")
+        for first in range(0, len(ids), PIECE):
+            self._forward(ids[first : first + PIECE], "last" if first + PIECE >= len(ids) else "none")
         self._num_prompt = len(ids)
 
     def verify(self, ids: Sequence[int]) -> None:
