@@ -6,6 +6,7 @@ MKL reads its mode at its first call, which may be in any test; a command line s
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # comparing with a subprocess bit for bit needs equal thread counts
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -23,3 +24,11 @@ def no_line_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of what commands print hold with the CPU kernels and without; that line has tests of its own."""
     if environment.kernels_missing():
         monkeypatch.setattr("hyflash.cli.loading.fallback", lambda _note, *, quiet: None)
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache for the module's throw-away models, whose packed weights do not belong into the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -5,7 +5,7 @@ Small enough for each run of the suite; `benchmarks/exactness_sweep.py` is the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from hyflash.targets.base import Target
 from native_models import MODELS as NATIVE_MODELS
 from native_models import needs_kernels
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 torch.set_num_threads(1)
 WIDTHS = (1, 2, 4, 8, 16)
 NATIVE = ("llama", "mistral", "qwen3", "gemma2")
@@ -76,14 +77,6 @@ class Reference:
 
     def texts(self) -> list[list[int]]:
         return [[*r.prompt_ids, *r.token_ids] for r in self.plain]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Packed weights of throw-away models do not belong into the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,7 @@ if not environment.kernels_missing():
     from hyflash.targets import native
     from hyflash.targets.native import NativeTarget
 
-pytestmark = needs_kernels
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Packed weights of throw-away models do not belong into the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYFLASH_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 
 
 torch.set_num_threads(1)

@@ -24,6 +24,7 @@ from hyflash.core import Rows
 from hyflash.errors import HyflashError, UserError
 from hyflash.targets import hf
 from hyflash.targets.fingerprint import fingerprint
+from native_models import write_gguf
 
 torch.set_num_threads(1)
 TAPS = (1, LAYERS, 0)  # out of order on purpose: features come in the order asked for
@@ -589,7 +590,7 @@ def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
 ) -> None:
     monkeypatch.setenv("HYFLASH_CACHE", str(tmp_path / "cache"))
     path = tiny_target_dir(tmp_path)
-    target = hf.load(hub.resolve_target(str(write_gguf(path, tmp_path / "tiny.gguf"))))
+    target = hf.load(hub.resolve_target(str(write_gguf(path, tmp_path / "tiny.gguf", tokenizer=True))))
     ids = torch.arange(5, 45)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -597,44 +598,3 @@ def test_a_gguf_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
     seq = target.open()
     torch.testing.assert_close(feed(target, seq, ids, [40]).logits, want, atol=1e-4, rtol=1e-4)
     assert target.info.eos_token_ids == (2,)
-
-
-def write_gguf(path: Path, to: Path) -> Path:
-    """A llama-architecture GGUF of a tiny Llama checkpoint: float32 tensors, rotary rows permuted as llama.cpp does."""
-    import gguf
-    import numpy as np
-
-    config = transformers.LlamaConfig.from_pretrained(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    writer = gguf.GGUFWriter(to, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)  # type: ignore[arg-type]
-    tokens[3] = "th"  # the format cannot say "no merges"
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if t.startswith("<|") else 1 for t in tokens])
-    writer.add_token_merges(["t h"])
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in load_file(path / "model.safetensors").items():
-        values = tensor.numpy()
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if part in name:
-                values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to
