@@ -41,6 +41,7 @@ bool Forward::run(const Batch& batch) {
 void Forward::make_space(int64_t rows) {
   if (!space_ || space_->rows < rows || space_->threads < pool_->size())
     space_ = std::make_shared<Space>(model_, std::max(rows, space_ ? space_->rows : 0), pool_->size());
+  for (auto& in : {space_->in_hidden.get(), space_->in_heads.get(), space_->in_inner.get()}) in->acts.stride = rows;
 }
 
 bool Forward::head(const float* hidden, int64_t rows, float* logits) {

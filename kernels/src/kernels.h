@@ -8,7 +8,7 @@ namespace hk {
 
 // Activations of `stride` rows, quantised per row and block of 32 inputs: value = d * q, |q| <= 127.
 struct Acts {
-  int64_t stride;  // rows there is room for
+  int64_t stride;  // rows of this call: blocks side by side keep to few cache lines
   int64_t k;       // inputs, padded to a multiple of 32
   int8_t* q;       // [block][row][32]
   float* d;        // [block][row], largest magnitude / 127; NaN when an input is not finite

@@ -4,7 +4,7 @@
 
 namespace hk::HK_ISA {
 
-constexpr int kTileRows = kMaxRows < 12 ? kMaxRows : 12;  // from this many rows on tiles are faster than vectors
+constexpr int kTileRows = kMaxRows < 9 ? kMaxRows : 9;  // from this many rows on tiles are faster than vectors
 
 // Tiles: 0 and 1 sums, 2 and 3 weights, 4 and 5 activations.
 struct alignas(64) TileConfig {
@@ -35,30 +35,19 @@ constexpr int zero_of() {  // what the stored integers have on top
 }
 
 template <int TYPE>
-inline void decode_to(const uint8_t* planes, uint8_t* out) {
+inline HK_INLINE void decode_to(const uint8_t* planes, uint8_t* out) {
   B w[8];
   Format<TYPE>::planes(planes, w);
-  for (int j = 0; j < 8; ++j) {
+  each<8>([&](auto j) HK_INLINE {
     if constexpr (zero_of<TYPE>() != 0) w[j] = _mm512_sub_epi8(w[j], _mm512_set1_epi8(char(zero_of<TYPE>())));
     _mm512_store_si512(out + 64 * j, w[j]);
-  }
+  });
 }
 
-// Dot products of block b of R rows, (R, 16) int32, or two of them for halves; SLOT says which tiles to use.
-template <int TYPE, int SLOT>
-inline void tile_dots(const uint8_t* w, const int8_t* q, int32_t* out) {
-  if constexpr (Format<TYPE>::halves) {
-    _tile_zero(0);
-    _tile_loadd(2, w, 64);
-    _tile_loadd(4, q, kBlock);
-    _tile_dpbssd(0, 4, 2);
-    _tile_stored(0, out, 64);
-    _tile_zero(1);
-    _tile_loadd(3, w + 256, 64);
-    _tile_loadd(5, q + 16, kBlock);
-    _tile_dpbssd(1, 5, 3);
-    _tile_stored(1, out + 16 * kLanes, 64);
-  } else if constexpr (SLOT == 0) {
+// Dot products of some rows with one block (or half of it), 16 int32 a row; SLOT says which tiles to use.
+template <int SLOT>
+inline HK_INLINE void tile_dots(const uint8_t* w, const int8_t* q, int32_t* out) {
+  if constexpr (SLOT == 0) {
     _tile_zero(0);
     _tile_loadd(2, w, 64);
     _tile_loadd(4, q, kBlock);
@@ -73,64 +62,74 @@ inline void tile_dots(const uint8_t* w, const int8_t* q, int32_t* out) {
   }
 }
 
-// `decoded` has room for all blocks of the group; with DECODE it is filled, else it is read.
+constexpr int kLead = 2;         // blocks from decoding to the tile, and from there to the sums
+constexpr int kRing = 4 * kLead;  // decoded blocks, and their dot products, that are kept
+
+// R rows of a group. With DECODE block b is decoded to place b & mask of `decoded`; else it lies there.
 template <int TYPE, int R, bool DECODE>
-void tile_rows(const uint8_t* group, const Acts& x, int64_t row0, float* y, int64_t ldy, int64_t left, uint8_t* decoded) {
+void tile_rows(const Work& c, int64_t g, int64_t row0, uint8_t* decoded, int64_t mask) {
   using Q = Format<TYPE>;
-  const TypeInfo& t = *type_info(TYPE);
-  const int64_t blocks = x.k / kBlock, stride = x.stride;
-  const uint8_t* planes = group + scales_size(t, x.k);
+  const Acts& x = c.x;
+  const uint8_t* group = c.packed + g * c.bytes;
+  const uint8_t* planes = group + scales_size(*type_info(TYPE), x.k);
+  const int64_t blocks = x.k / kBlock;
   constexpr int plane_bytes = Q::bits * 64, kFetch = plane_bytes + Q::bytes;
-  constexpr int kAhead = 4, kDots = (Q::halves ? 32 : 16) * kLanes;
-  alignas(64) int32_t dots[2 * kAhead][kDots];
+  alignas(64) int32_t dots[kRing][(Q::halves ? 2 : 1) * R * kLanes];
   F sum[R];
-  for (int r = 0; r < R; ++r) sum[r] = zero();
-  auto decode = [&](int64_t first) {
-    for (int64_t b = first; DECODE && b < first + kAhead && b < blocks; ++b) {
-      for (int i = 0; i < kFetch; i += 64) __builtin_prefetch(group + b * kFetch + kFetchAhead + i);
-      decode_to<TYPE>(planes + b * plane_bytes, decoded + b * 512);
-    }
+  each<R>([&](auto r) HK_INLINE { sum[r] = zero(); });
+  auto decode = [&](int64_t b) HK_INLINE {
+    if (!DECODE || b >= blocks) return;
+    for (int i = 0; i < kFetch; i += 64) __builtin_prefetch(group + b * kFetch + kFetchAhead + i);
+    decode_to<TYPE>(planes + b * plane_bytes, decoded + (b & mask) * 512);
   };
-  auto start = [&](int64_t first) {
-    for (int64_t b = first; b < first + kAhead && b < blocks; ++b) {
-      const int8_t* q = x.q + (b * stride + row0) * kBlock;
-      if (b % 2)
-        tile_dots<TYPE, 1>(decoded + b * 512, q, dots[b % (2 * kAhead)]);
-      else
-        tile_dots<TYPE, 0>(decoded + b * 512, q, dots[b % (2 * kAhead)]);
-    }
+  auto multiply = [&](int64_t b) HK_INLINE {
+    if (b >= blocks) return;
+    const uint8_t* w = decoded + (b & mask) * 512;
+    const int8_t* q = x.q + (b * x.stride + row0) * kBlock;
+    int32_t* out = dots[b % kRing];
+    if constexpr (Q::halves)
+      tile_dots<0>(w, q, out), tile_dots<1>(w + 256, q + 16, out + R * kLanes);
+    else if (b % 2)
+      tile_dots<1>(w, q, out);
+    else
+      tile_dots<0>(w, q, out);
   };
-  // Three things go on at a time, some blocks apart, for one has to wait for the memory of the other.
-  decode(0), decode(kAhead), start(0);
-  for (int64_t b = 0; b < blocks; ++b) {
-    if (b % kAhead == 0) decode(b + 2 * kAhead), start(b + kAhead);
+  auto add_up = [&](int64_t b) HK_INLINE {
     F scale, other = zero();
     Q::at(group, blocks, b, scale, other);
-    const float *d = x.d + b * stride + row0, *ds = x.ds + b * stride + row0;
-    const int32_t* in = dots[b % (2 * kAhead)];
-    for (int r = 0; r < R; ++r) {
+    const float *d = x.d + b * x.stride + row0, *ds = x.ds + b * x.stride + row0;
+    const int32_t* in = dots[b % kRing];
+    each<R>([&](auto r) HK_INLINE {
       F first = to_float(_mm512_load_si512(in + r * kLanes));
       if constexpr (Q::halves) {
-        F both = fma(to_float(_mm512_load_si512(in + (16 + r) * kLanes)), other, mul(first, scale));
+        F both = fma(to_float(_mm512_load_si512(in + (R + r) * kLanes)), other, mul(first, scale));
         sum[r] = fma(both, set(d[r]), sum[r]);
       } else {
         sum[r] = fma(mul(first, scale), set(d[r]), sum[r]);
         if constexpr (Q::has_min) sum[r] = fma(other, set(ds[r]), sum[r]);
       }
-    }
+    });
+  };
+  // Three things go on at a time, some blocks apart, for one has to wait for the memory of the other.
+  for (int64_t b = 0; b < 2 * kLead; ++b) decode(b);
+  for (int64_t b = 0; b < kLead; ++b) multiply(b);
+  for (int64_t b = 0; b < blocks; ++b) decode(b + 2 * kLead), multiply(b + kLead), add_up(b);
+  each<R>([&](auto r) HK_INLINE {
+    put(sum[r], c.y + (row0 + r) * c.ldy + g * kLanes, c.n - g * kLanes);
+  });
+}
+
+template <int TYPE, int R>
+void tile_pass(const Work& c, int64_t row0, int64_t rows, uint8_t* decoded) {  // kTileRows to R rows, the last ones
+  if (rows == R) {
+    configure_tiles(R, Format<TYPE>::halves);
+    for (int64_t g = c.g0; g < c.g1; ++g) tile_rows<TYPE, R, true>(c, g, row0, decoded, kRing - 1);
+  } else if constexpr (R > kTileRows) {
+    tile_pass<TYPE, R - 1>(c, row0, rows, decoded);
   }
-  for (int r = 0; r < R; ++r) put(sum[r], y + r * ldy, left);
 }
 
-template <int TYPE, int R, bool DECODE>
-void tile_tail(const Work& c, int64_t g, int64_t row0, int64_t rows, uint8_t* decoded) {  // kTileRows to R rows
-  if (rows == R)
-    return tile_rows<TYPE, R, DECODE>(c.packed + g * c.bytes, c.x, row0, c.y + row0 * c.ldy + g * kLanes, c.ldy,
-                                      c.n - g * kLanes, decoded);
-  if constexpr (R > kTileRows) tile_tail<TYPE, R - 1, DECODE>(c, g, row0, rows, decoded);
-}
-
-// Memory of one thread for the decoded blocks of a group.
+// Memory of one thread for decoded blocks.
 class Decoded {
  public:
   ~Decoded() { ::operator delete[](memory_, std::align_val_t(64)); }
@@ -152,20 +151,21 @@ class Decoded {
 template <int TYPE>
 bool tile_linear(const Work& c) {
   static thread_local Decoded memory;
-  uint8_t* decoded = memory.room_for(c.x.k / kBlock);
+  const int64_t blocks = c.x.k / kBlock, full = c.rows / 16 * 16, rest = c.rows - full;
+  uint8_t* decoded = memory.room_for(blocks > kRing ? blocks : kRing);
   if (!decoded) return false;
-  const int64_t full = c.rows / 16 * 16, rest = c.rows - full;
-  if (full) configure_tiles(16, Format<TYPE>::halves);
-  for (int64_t g = c.g0; full && g < c.g1; ++g) {
-    tile_tail<TYPE, 16, true>(c, g, 0, 16, decoded);
-    for (int64_t row = 16; row < full; row += 16) tile_tail<TYPE, 16, false>(c, g, row, 16, decoded);
+  if (full == 16) {
+    tile_pass<TYPE, 16>(c, 0, 16, decoded);
+  } else if (full) {  // all blocks of a group stay decoded for the rows to come
+    configure_tiles(16, Format<TYPE>::halves);
+    for (int64_t g = c.g0; g < c.g1; ++g) {
+      tile_rows<TYPE, 16, true>(c, g, 0, decoded, -1);
+      for (int64_t row = 16; row < full; row += 16) tile_rows<TYPE, 16, false>(c, g, row, decoded, -1);
+    }
   }
-  if (rest >= kTileRows) {
-    configure_tiles(int(rest), Format<TYPE>::halves);
-    for (int64_t g = c.g0; g < c.g1; ++g) tile_tail<TYPE, 16, true>(c, g, full, rest, decoded);
-  }
+  if (rest >= kTileRows) tile_pass<TYPE, 15>(c, full, rest, decoded);
   _tile_release();
-  for (int64_t g = c.g0; rest && rest < kTileRows && g < c.g1; ++g) quant_tail<TYPE, kTileRows>(c, g, full, rest);
+  for (int64_t g = c.g0; rest && rest < kTileRows && g < c.g1; ++g) quant_tail<TYPE, kTileRows - 1>(c, g, full, rest);
   return true;
 }
 
