@@ -20,7 +20,17 @@ from hyflash.errors import HyflashError, UserError
 from hyflash.layers import MLP, GRUCorrection, RMSNorm, rms
 from hyflash.ops import memory
 from hyflash.ops.attention import block_attention, context_mask
-from hyflash.ops.blocks import LayerParts, MemoryRead, make_layer, run_layer
+from hyflash.ops.blocks import (
+    LayerParts,
+    MemoryRead,
+    MemoryWrite,
+    TakeLayer,
+    TakeParts,
+    make_layer,
+    make_take,
+    run_layer,
+    run_take,
+)
 from hyflash.ops.kernels import WEIGHTS, Chain, Kernels, Matrix, Ring, RowHead
 from hyflash.ops.rope import rope_tables, rotate
 from kernel_pool import new_kernels
@@ -140,6 +150,18 @@ def wanted_attention(
     return block_attention(queries, view.keys, view.values, keys, v[None, None], mask, causal=causal)[0, 0]
 
 
+def put(kernels: Kernels, store: ContextStore, at: int, keys: Tensor, values: Tensor, norm: Tensor) -> None:
+    """Append keys, not yet normed, and values (T, G, K) of row 0 at positions from `at` on."""
+    place = store.place(0, at, len(keys), None)
+    if place.turns is not None:
+        store.append([0], [at], [len(keys)], (rms(keys, EPS) * norm)[None], values[None])
+        return
+    window = len(place.data)
+    skipped = max(0, len(keys) - window)
+    ring_place = (place.first + skipped) % window
+    kernels.ring_append(keys[skipped:], values[skipped:], norm, EPS, place.data, ring_place)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (3, 1)])
 @pytest.mark.parametrize(
@@ -157,7 +179,7 @@ def test_a_block_attends_to_its_ring_and_to_itself(
     keys, values = torch.randn(length, groups, DIM), torch.randn(length, groups, DIM)
     for at in range(0, length, 97):
         piece = slice(at, min(at + 97, length))
-        store.append_packed(kernels, 0, at, keys[piece], values[piece], norm=norms[1].weight, eps=EPS)
+        put(kernels, store, at, keys[piece], values[piece], norms[1].weight)
         torch_store.append([0], [at], [len(keys[piece])], norms[1](keys[piece])[None], values[piece][None])
     assert_near(store.save(0, length), torch_store.save(0, length))
     k, v = torch.randn(SLOTS, groups, DIM), torch.randn(SLOTS, groups, DIM)
@@ -174,7 +196,7 @@ def test_a_block_attends_to_its_ring_and_to_itself(
 def test_a_ring_keeps_the_last_tokens_of_a_commit_longer_than_itself(count: int) -> None:
     kernels, one, other = new_kernels(), new_store(2, 8), new_store(2, 8)
     keys, values, scale = torch.randn(count, 2, DIM), torch.randn(count, 2, DIM), torch.rand(DIM)
-    one.append_packed(kernels, 0, 5, keys, values, norm=scale, eps=EPS)
+    put(kernels, one, 5, keys, values, scale)
     other.append([0], [5], [count], (rms(keys, EPS) * scale)[None], values[None])
     assert_near(one.save(0, 0), other.save(0, 0))
 
@@ -337,7 +359,7 @@ def everything(kernels: Kernels) -> list[Tensor]:
     square = [kernels.pack(nn.Linear(size, size)) for _ in range(3)]
     out = [*kernels.dense(x, square[:2], norm=scale, eps=EPS), kernels.mlp(x, scale, EPS, *square)]
     store = new_store(3, 70)
-    store.append_packed(kernels, 0, 0, torch.randn(90, 3, DIM), torch.randn(90, 3, DIM), norm=torch.ones(DIM), eps=EPS)
+    put(kernels, store, 0, torch.randn(90, 3, DIM), torch.randn(90, 3, DIM), torch.ones(DIM))
     q, k, v = torch.randn(SLOTS, 9, DIM), torch.randn(SLOTS, 3, DIM), torch.randn(SLOTS, 3, DIM)
     ones = torch.ones(DIM)
     out.append(kernels.attend(q, k, v, store.ring(0, 90, SLOTS), q_norm=ones, k_norm=ones, eps=EPS, causal=False))
@@ -443,7 +465,7 @@ def test_a_layer_in_one_call_has_the_bits_of_its_operations_in_turn(
     lengths = (0, 21, 300)
     for store, length in zip(stores, lengths, strict=True):
         keys, values = torch.randn(length, groups, DIM), torch.randn(length, groups, DIM)
-        store.append_packed(kernels, 0, 0, keys, values, norm=parts.k_norm, eps=EPS)
+        put(kernels, store, 0, keys, values, parts.k_norm)
     rings = [store.ring(0, length, SLOTS) for store, length in zip(stores, lengths, strict=True)]
     states = [torch.randn(3, 16, 16) if memory else None for _ in stores]
     x = torch.randn(3, SLOTS, size)
@@ -478,6 +500,136 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
         lambda: run_layer(kernels, layer, x, [ring, ring], [state, state]),
         lambda: run_layer(kernels, layer, x, [ring], [state], SLOTS),
         lambda: run_layer(kernels, layer, x, [new_store(1, 8).ring(0, 0, SLOTS)], [state]),
+    ):
+        with pytest.raises(HyflashError):
+            call()
+
+
+def take_parts(kernels: Kernels, core: str, *, size: int = 64, taps: int = 3, tap_norm: bool = True) -> TakeParts:
+    """Two layers of 2 KV heads, with memories of 3 heads of 16 unless `core` is empty."""
+
+    def layer() -> TakeLayer:
+        write = None
+        if core:
+            gated = memory.MEMORY_CORES[core].strength == "beta"
+            write = MemoryWrite(
+                core=core,
+                keys=packed(kernels, size, 48),
+                values=packed(kernels, size, 48),
+                decay=packed(kernels, size, 3),
+                strength=packed(kernels, size, 3) if gated else None,
+                a_log=torch.randn(3) - 3,
+                dt_bias=torch.randn(3),
+            )
+        return TakeLayer(
+            num_kv_heads=2,
+            head_dim=DIM,
+            k=packed(kernels, size, 2 * DIM),
+            v=packed(kernels, size, 2 * DIM),
+            k_norm=torch.rand(DIM),
+            eps=EPS,
+            memory=write,
+        )
+
+    return TakeParts(
+        fuse=packed(kernels, taps * size, size),
+        parts=taps,
+        tap_norm=torch.rand(taps * size) if tap_norm else None,
+        norm=torch.rand(size),
+        eps=EPS,
+        layers=[layer(), layer()],
+    )
+
+
+def take_in_steps(
+    kernels: Kernels, parts: TakeParts, features: Tensor, stores: list[ContextStore], at: int, states: list[Tensor]
+) -> None:
+    """The commit of one row, operation after operation."""
+    (x,) = kernels.dense(features.flatten(1), [parts.fuse], norm=parts.tap_norm, parts=parts.parts, eps=parts.eps)
+    for layer, store, state in zip(parts.layers, stores, states, strict=True):
+        keys, values = kernels.dense(x, [layer.k, layer.v], norm=parts.norm, eps=parts.eps)
+        shape = (len(x), 2, DIM)
+        put(kernels, store, at, keys.view(shape), values.view(shape), layer.k_norm)
+        if layer.memory is None:
+            continue
+        writes = [layer.memory.keys, layer.memory.values, layer.memory.decay]
+        writes += [] if layer.memory.strength is None else [layer.memory.strength]
+        k, v, decay, *strength = kernels.dense(x, writes, norm=parts.norm, eps=parts.eps)
+        kernels.memory_write(
+            layer.memory.core, state, k=k, v=v, strength=strength[0] if strength else None, decay=decay,
+            a_log=layer.memory.a_log, dt_bias=layer.memory.dt_bias,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", ["float32", "q8_0"])
+@pytest.mark.parametrize("core", ["", *memory.MEMORY_CORES])
+@pytest.mark.parametrize("window", [0, 8, 40])
+def test_a_commit_in_one_call_has_the_bits_of_its_operations_in_turn(weights: str, core: str, window: int) -> None:
+    kernels = new_kernels(weights, 2)
+    parts = take_parts(kernels, core, tap_norm=window != 8)
+    take, counts, begins = make_take(kernels, parts), (1, 9, 33), (0, 5, 17)
+    stores = [[new_store(2, window), new_store(2, window)] for _ in counts]
+    slow = [[new_store(2, window), new_store(2, window)] for _ in counts]
+    for own in (*stores, *slow):
+        for store in own:
+            torch.manual_seed(2)
+            put(kernels, store, 0, torch.randn(17, 2, DIM), torch.randn(17, 2, DIM), torch.ones(DIM))
+    states = [[torch.randn(3, 16, 16) if core else torch.empty(0) for _ in parts.layers] for _ in counts]
+    slow_states = [[state.clone() for state in own] for own in states]
+    features = [torch.randn(n, 3, 64) for n in counts]
+    places = [
+        stores[b][i].place(0, begins[b], n, states[b][i] if core else None)
+        for i in range(2)
+        for b, n in enumerate(counts)
+    ]
+    run_take(kernels, take, torch.cat(features), counts, places)
+    for b, n in enumerate(counts):
+        take_in_steps(kernels, parts, features[b], slow[b], begins[b], slow_states[b])
+        for i in range(2):
+            got, want = (own[b][i].save(0, begins[b] + n) for own in (stores, slow))
+            assert_near(got, want)  # growing stores are turned by torch where it goes in steps
+            assert window == 0 or torch.equal(got, want)
+            assert torch.equal(states[b][i], slow_states[b][i])
+
+
+def test_a_commit_that_does_not_fit_is_refused() -> None:
+    kernels = new_kernels()
+    parts = take_parts(kernels, "delta")
+    take, store, state, features = (
+        make_take(kernels, parts),
+        new_store(2, 8),
+        torch.zeros(3, 16, 16),
+        torch.zeros(2, 3, 64),
+    )
+    first, growing = parts.layers[0], new_store(2, 0).place(0, 0, 2, state)
+    assert first.memory is not None
+    wrong: list[dict[str, Any]] = [
+        {"parts": 2},
+        {"norm": torch.ones(63)},
+        {"tap_norm": torch.ones(64)},
+        {"layers": [replace(first, k=packed(kernels, 32, 2 * DIM))]},
+        {"layers": [replace(first, v=packed(kernels, 64, DIM))]},
+        {"layers": [replace(first, k_norm=torch.ones(DIM + 1))]},
+        {"layers": [replace(first, memory=replace(first.memory, strength=None))]},
+        {"layers": [replace(first, memory=replace(first.memory, core="mean"))]},
+        {"layers": [replace(first, memory=replace(first.memory, values=packed(kernels, 64, 32)))]},
+        {"layers": [replace(first, memory=replace(first.memory, a_log=torch.ones(2)))]},
+    ]
+    for change in wrong:
+        with pytest.raises(HyflashError):
+            make_take(kernels, replace(parts, **change))
+    place = store.place(0, 0, 2, state)
+    for call in (
+        lambda: run_take(kernels, take, features, [1], [place, place]),
+        lambda: run_take(kernels, take, features, [2], [place]),
+        lambda: run_take(kernels, take, features, [2, 0], [place] * 4),
+        lambda: run_take(kernels, take, features[..., :32], [2], [place, place]),
+        lambda: run_take(kernels, take, features, [2], [replace(place, memory=None)] * 2),
+        lambda: run_take(kernels, take, features, [2], [replace(place, memory=state[:2])] * 2),
+        lambda: run_take(kernels, take, features, [2], [replace(place, first=8)] * 2),
+        lambda: run_take(kernels, take, features, [2], [replace(place, data=place.data[:, :, :1])] * 2),
+        lambda: run_take(kernels, take, features, [2], [replace(growing, turns=growing.turns[:1])] * 2),  # type: ignore[index]
+        lambda: run_take(kernels, take, features, [2], [replace(growing, first=255)] * 2),
     ):
         with pytest.raises(HyflashError):
             call()

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
-ABI = 2
+ABI = 3
 
 TYPES = {
     "F32": 0,
@@ -161,6 +161,34 @@ class BlockRow(Structure):
     ]
 
 
+class TakeLayer(Structure):
+    """hk_take_layer."""
+
+    _fields_ = [
+        *[(n, c_void_p) for n in ("k", "v", "memory_k", "memory_v", "decay", "strength", "k_norm", "a_log", "dt_bias")],
+        ("eps", c_float),
+        *[(n, c_int32) for n in ("num_kv_heads", "head_dim", "core", "memory_heads", "memory_width")],
+    ]
+
+
+class DraftTake(Structure):
+    """hk_draft_take."""
+
+    _fields_ = [
+        *[(n, c_void_p) for n in ("fuse", "tap_norm", "norm")],
+        ("parts", c_int32),
+        ("eps", c_float),
+        ("layers", c_void_p),
+        ("num_layers", c_int32),
+    ]
+
+
+class TakePlace(Structure):
+    """hk_take_place."""
+
+    _fields_ = [("ring", c_void_p), ("window", c_int64), ("place", c_int64), ("turns", c_void_p), ("memory", c_void_p)]
+
+
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _CALLS = {
     "hk_abi": (_I, []),
@@ -185,6 +213,7 @@ _CALLS = {
     "hk_draft_layer_run": (_I, [_P, POINTER(DraftLayer), _P, _L, _L, _L, POINTER(DraftRow), _P]),
     "hk_draft": (_L, [_P, POINTER(DraftChain)]),
     "hk_draft_block_run": (_I, [_P, POINTER(DraftBlock), POINTER(BlockRow), _L, POINTER(DraftRow)]),
+    "hk_draft_take_run": (_I, [_P, POINTER(DraftTake), _P, _P, _L, POINTER(TakePlace)]),
     "hk_model_new": (_P, [POINTER(Config), c_char_p, _I]),
     "hk_model_free": (None, [_P]),
     "hk_model_set_threads": (_I, [_P, _I]),

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of this file. */
-#define HK_ABI 2
+#define HK_ABI 3
 HK_API int32_t hk_abi(void);
 
 /* Name of the instruction set in use: amx, avx512, avxvnni, avx2, neon or portable; HYFLASH_KERNELS_ISA overrides.
@@ -183,6 +183,33 @@ typedef struct {
 /* `seen` (layers, rows): what each layer sees of each row. */
 HK_API int32_t hk_draft_block_run(hk_pool*, const hk_draft_block*, hk_block_row* rows, int64_t num_rows,
                                   const hk_draft_row* seen);
+
+/* A whole commit: features of new tokens, fused, into the rings and memories of all layers. */
+typedef struct {
+  const hk_matrix *k, *v, *memory_k, *memory_v, *decay, *strength; /* memory_k NULL: no memory; strength as below */
+  const float *k_norm, *a_log, *dt_bias;
+  float eps;                     /* of k_norm */
+  int32_t num_kv_heads, head_dim, core, memory_heads, memory_width;
+} hk_take_layer;
+typedef struct {
+  const hk_matrix* fuse;         /* (dim) from (parts, dim) features */
+  const float *tap_norm, *norm;  /* (parts * dim) normed one by one, or NULL; (dim) */
+  int32_t parts;
+  float eps;
+  const hk_take_layer* layers;
+  int32_t num_layers;
+} hk_draft_take;
+/* What of one row a layer writes: its ring from `place` on as in hk_ring_append, though of more tokens than it has places
+ * only the last; and its memory, or NULL. With `turns` (tokens, K) keys are turned first. */
+typedef struct {
+  float* ring;
+  int64_t window, place;
+  const float* turns;
+  float* memory;
+} hk_take_place;
+/* features (all tokens, parts, dim), row after row, of which row b has counts[b]; `places` (layers, rows). */
+HK_API int32_t hk_draft_take_run(hk_pool*, const hk_draft_take*, const float* features, const int64_t* counts,
+                                 int64_t num_rows, const hk_take_place* places);
 
 /* ---- models */
 

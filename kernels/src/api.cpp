@@ -133,7 +133,7 @@ int32_t hk_attend_block(hk_pool* pool, const hk_block_attention* a) {
 }
 void hk_ring_append(const float* keys, const float* values, const float* k_norm, float eps, int64_t tokens,
                     int32_t num_kv_heads, int32_t head_dim, float* ring, int64_t window, int64_t place) {
-  ring_append(*kernels(), keys, values, k_norm, eps, tokens, num_kv_heads, head_dim, ring, window, place);
+  ring_append(*kernels(), keys, values, k_norm, eps, nullptr, tokens, num_kv_heads, head_dim, ring, window, place);
 }
 int32_t hk_memory_write(hk_pool* pool, int32_t core, float* state, const float* keys, const float* values,
                         const float* strengths, const float* decays, const float* a_log, const float* dt_bias,
@@ -153,6 +153,10 @@ int32_t hk_draft_layer_run(hk_pool* pool, const hk_draft_layer* layer, const flo
 int64_t hk_draft(hk_pool* pool, const hk_draft_chain* a) {
   int64_t num = -1;
   return status([&] { num = draft_chain(*pool, *kernels(), *a); }) ? -1 : num;
+}
+int32_t hk_draft_take_run(hk_pool* pool, const hk_draft_take* take, const float* features, const int64_t* counts,
+                          int64_t num_rows, const hk_take_place* places) {
+  return status([&] { draft_take(*pool, *kernels(), *take, features, counts, num_rows, places); });
 }
 int32_t hk_draft_block_run(hk_pool* pool, const hk_draft_block* block, hk_block_row* rows, int64_t num_rows,
                            const hk_draft_row* seen) {

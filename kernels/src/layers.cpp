@@ -15,6 +15,7 @@ const Acts& Workers::acts(int which, int64_t rows, int64_t k, bool with_float) {
     it->buffer = std::make_unique<ActsBuffer>(rows, k, with_float);
     it->rows = rows, it->with_float = with_float;
   }
+  it->buffer->acts.stride = rows;
   return it->buffer->acts;
 }
 
@@ -81,12 +82,15 @@ void mlp(Workers& w, const Kernels& k, const float* x, int64_t rows, const float
   });
 }
 
-void ring_append(const Kernels& k, const float* keys, const float* values, const float* k_norm, float eps, int64_t tokens,
-                 int num_kv_heads, int dim, float* ring, int64_t window, int64_t place) {
+void ring_append(const Kernels& k, const float* keys, const float* values, const float* k_norm, float eps,
+                 const float* turns, int64_t tokens, int num_kv_heads, int dim, float* ring, int64_t window, int64_t place) {
   const int64_t row = int64_t(num_kv_heads) * dim;
   for (int64_t i = 0; i < tokens; ++i) {
     float* to = ring + (place + i) % window * 2 * row;
-    for (int64_t at = 0; at < row; at += dim) k.rms_norm(keys + i * row + at, k_norm, dim, eps, to + at);
+    for (int64_t at = 0; at < row; at += dim) {
+      k.rms_norm(keys + i * row + at, k_norm, dim, eps, to + at);
+      if (turns) k.rotate(to + at, turns + i * dim, dim / 2, false);
+    }
     std::memcpy(to + row, values + i * row, size_t(row) * 4);
   }
 }

@@ -38,8 +38,8 @@ void dense(Workers& w, const Kernels& k, const float* x, int64_t rows, const flo
 void mlp(Workers& w, const Kernels& k, const float* x, int64_t rows, const float* norm, float eps, const hk_matrix& gate,
          const hk_matrix& up, const hk_matrix& down, int act, float* out);
 void block_attention(Workers& w, const Kernels& k, const hk_block_attention& a);
-void ring_append(const Kernels& k, const float* keys, const float* values, const float* k_norm, float eps, int64_t tokens,
-                 int num_kv_heads, int dim, float* ring, int64_t window, int64_t place);
+void ring_append(const Kernels& k, const float* keys, const float* values, const float* k_norm, float eps,
+                 const float* turns, int64_t tokens, int num_kv_heads, int dim, float* ring, int64_t window, int64_t place);
 void memory_write(Workers& w, const Kernels& k, int core, float* state, const float* keys, const float* values,
                   const float* strengths, const float* decays, const float* a_log, const float* dt_bias, int64_t tokens,
                   int heads, int width);
@@ -48,6 +48,8 @@ void memory_read(Workers& w, const Kernels& k, const float* state, const float* 
 void draft_layer(Workers& w, const Kernels& k, const hk_draft_layer& l, const float* x, int64_t num_rows, int64_t num_slots,
                  int64_t first, const hk_draft_row* rows, float* out);
 int64_t draft_chain(Workers& w, const Kernels& k, const hk_draft_chain& a);
+void draft_take(Workers& w, const Kernels& k, const hk_draft_take& a, const float* features, const int64_t* counts,
+                int64_t num_rows, const hk_take_place* places);
 void draft_block(Workers& w, const Kernels& k, const hk_draft_block& a, hk_block_row* rows, int64_t num_rows,
                  const hk_draft_row* seen);
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from hyflash.drafters.base import State
 from hyflash.errors import HyflashError
-from hyflash.layers import rms
-from hyflash.ops.kernels import Kernels, Ring
+from hyflash.ops.blocks import Place
+from hyflash.ops.kernels import Ring
 from hyflash.ops.rope import rope_tables, rotate
 
 GROW_TOKENS = 256
@@ -93,10 +93,8 @@ class ContextStore(ABC):
         """What rows of these lengths hold."""
 
     @abstractmethod
-    def append_packed(
-        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
-    ) -> None:
-        """Add one row's keys, not yet normed, and values (T, G, K) at positions from `start` on."""
+    def place(self, row: int, start: int, count: int, memory: Tensor | None) -> Place:
+        """Where the CPU kernels put a row's next `count` tokens, at positions from `start` on."""
 
     @abstractmethod
     def ring(self, row: int, length: int, num_slots: int) -> Ring:
@@ -149,12 +147,8 @@ class RingStore(ContextStore):
         keys = rotate(data[:, :, 0], cos, sin)
         return ContextView(keys=keys, values=data[:, :, 1], positions=position, anchors=held[:, 0])
 
-    def append_packed(
-        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
-    ) -> None:
-        skipped = max(0, len(keys) - self.window)  # would be overwritten at once
-        place = (start + skipped) % self.window
-        kernels.ring_append(keys[skipped:], values[skipped:], norm, eps, self.data[row], place)
+    def place(self, row: int, start: int, count: int, memory: Tensor | None) -> Place:
+        return Place(data=self.data[row], first=start % self.window, turns=None, memory=memory)
 
     def ring(self, row: int, length: int, num_slots: int) -> Ring:
         held = min(length, self.window)
@@ -191,14 +185,18 @@ class GrowingStore(ContextStore):
             if count == 0:
                 continue
             stop = start + count
-            if stop > self.data[row].shape[0]:
-                bigger = self.shape.empty(-(-stop // GROW_TOKENS) * GROW_TOKENS)
-                bigger[:start] = self.data[row][:start]
-                self.data[row] = bigger
+            self._grow(row, start, stop)
             position = torch.arange(start, stop, device=keys.device)
             cos, sin = rope_tables(position, dim=self.shape.head_dim, theta=self.shape.rope_theta)
             self.data[row][start:stop, 0] = rotate(keys[b, :count], cos, sin).to(self.shape.dtype)
             self.data[row][start:stop, 1] = values[b, :count].to(self.shape.dtype)
+
+    def _grow(self, row: int, held: int, wanted: int) -> None:
+        """Make room for `wanted` tokens where there is less; the first `held` stay."""
+        if wanted > self.data[row].shape[0]:
+            bigger = self.shape.empty(-(-wanted // GROW_TOKENS) * GROW_TOKENS)
+            bigger[:held] = self.data[row][:held]
+            self.data[row] = bigger
 
     def view(self, rows: list[int], lengths: list[int]) -> ContextView:
         longest = max(lengths, default=0)
@@ -213,10 +211,10 @@ class GrowingStore(ContextStore):
         anchors = torch.tensor(lengths, dtype=torch.int64, device=device)
         return ContextView(keys=data[:, :, 0], values=data[:, :, 1], positions=position, anchors=anchors)
 
-    def append_packed(
-        self, kernels: Kernels, row: int, start: int, keys: Tensor, values: Tensor, *, norm: Tensor, eps: float
-    ) -> None:
-        self.append([row], [start], [len(keys)], (rms(keys, eps) * norm)[None], values[None])
+    def place(self, row: int, start: int, count: int, memory: Tensor | None) -> Place:
+        self._grow(row, start, start + count)
+        turns = self.shape.turns(start, start + count)
+        return Place(data=self.data[row], first=start, turns=turns, memory=memory)
 
     def ring(self, row: int, length: int, num_slots: int) -> Ring:
         turns = self.shape.turns(length, length + num_slots)

@@ -50,6 +50,7 @@ class DrafterImpl(PackingDrafter):
     source: ClassVar[str] = "DFlash, arXiv 2602.06036; z-lab/dflash"
     config: DFlashConfig
     draft_ids: Tensor | None
+    start_index: Tensor
 
     def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
         """Build with fresh weights; zeros in the config are filled in from the target. Raises UserError."""
@@ -73,10 +74,11 @@ class DrafterImpl(PackingDrafter):
         elif cfg.correction == "gru":
             self.correction = GRUCorrection(dim, width=cfg.correction_width, rank=cfg.correction_rank, eps=eps)
         self.ridge: RidgeStart | None = None
-        self.start_index = [cfg.taps.index(tap) for tap in cfg.start_taps or ()]
+        start_index = torch.tensor([cfg.taps.index(tap) for tap in cfg.start_taps or ()], dtype=torch.int64)
+        self.register_buffer("start_index", start_index, persistent=False)
         if cfg.start == "ridge":
             self.ridge = RidgeStart(
-                dim, num_taps=len(self.start_index), num_slots=cfg.num_draft_tokens, rank=cfg.start_rank, eps=eps
+                dim, num_taps=len(start_index), num_slots=cfg.num_draft_tokens, rank=cfg.start_rank, eps=eps
             )
             for layer in self._layers():
                 layer.silence()
@@ -330,9 +332,9 @@ class DrafterImpl(PackingDrafter):
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             own.lengths[row] += length
             if length > 0 and "last" in own.fixed:
-                own.fixed["last"][row] = taps[b, length - 1, self.start_index]
+                own.fixed["last"][row] = taps[b, length - 1].index_select(0, self.start_index)
             if "seen" in own.fixed:
-                own.fixed["seen"][row, new.tokens[b, :length]] = 1
+                own.fixed["seen"][row].index_fill_(0, new.tokens[b, :length], 1)
 
     def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
         """Take context features (B, T, D) into the memories."""

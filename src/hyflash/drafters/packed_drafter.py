@@ -25,10 +25,15 @@ from hyflash.ops.blocks import (
     BlockRow,
     LayerParts,
     MemoryRead,
+    MemoryWrite,
+    TakeLayer,
+    TakeParts,
     make_block,
     make_layer,
+    make_take,
     run_block,
     run_layer,
+    run_take,
 )
 from hyflash.ops.kernels import Kernels, Matrix, Ring, RowHead
 
@@ -60,16 +65,9 @@ class PackedLayer:
         attention, mlp, before, after = (
             layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm,
         )  # fmt: skip
-        self._kernels, self._memory = kernels, memory
-        self._head_dim, self._head_eps, self._k_norm = attention.head_dim, attention.q_norm.eps, attention.k_norm.weight
         keys, values = kernels.pack(attention.k_proj), kernels.pack(attention.v_proj)
-        self.context = [keys, values]
-        """Matrices whose products with context features `commit` takes."""
-        read = None
+        k_norm, read, write = attention.k_norm.weight.detach(), None, None
         if memory is not None:
-            writes = [memory.keys, memory.values, memory.decay]
-            writes += [] if memory.strength is None else [memory.strength]
-            self.context += [kernels.pack(linear) for linear in writes]
             read = MemoryRead(
                 width=memory.norm.weight.numel(),
                 queries=kernels.pack(memory.queries),
@@ -78,17 +76,36 @@ class PackedLayer:
                 norm=memory.norm.weight.detach(),
                 eps=memory.norm.eps,
             )
+            write = MemoryWrite(
+                core=memory.core,
+                keys=kernels.pack(memory.keys),
+                values=kernels.pack(memory.values),
+                decay=kernels.pack(memory.decay),
+                strength=None if memory.strength is None else kernels.pack(memory.strength),
+                a_log=memory.a_log.detach(),
+                dt_bias=memory.dt_bias.detach(),
+            )
+        self.take = TakeLayer(
+            num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+            head_dim=attention.head_dim,
+            k=keys,
+            v=values,
+            k_norm=k_norm,
+            eps=attention.q_norm.eps,
+            memory=write,
+        )
+        """What `commit` keeps of context features."""
         self.layer = make_layer(
             kernels,
             LayerParts(
                 num_heads=attention.q_proj.out_features // attention.head_dim,
-                num_kv_heads=attention.k_proj.out_features // attention.head_dim,
+                num_kv_heads=self.take.num_kv_heads,
                 head_dim=attention.head_dim,
                 causal=causal,
                 norm=before.weight.detach(),
                 eps=before.eps,
                 q_norm=attention.q_norm.weight.detach(),
-                k_norm=attention.k_norm.weight.detach(),
+                k_norm=k_norm,
                 head_eps=attention.q_norm.eps,
                 q=kernels.pack(attention.q_proj),
                 k=keys,
@@ -102,32 +119,6 @@ class PackedLayer:
                 memory=read,
             ),
         )
-
-    def take(self, products: Sequence[Tensor], state: BlockState, index: int, row: int, start: int) -> None:
-        """Take one row's products (T, n) with `context` into layer `index` of the state."""
-        keys, values, *writes = products
-        shape = (len(keys), -1, self._head_dim)
-        state.stores[index].append_packed(
-            self._kernels,
-            row,
-            start,
-            keys.view(shape),
-            values.view(shape),
-            norm=self._k_norm.detach(),
-            eps=self._head_eps,
-        )
-        if self._memory is not None:
-            k, v, decay, *strength = writes
-            self._kernels.memory_write(
-                self._memory.core,
-                state.fixed[f"memory.{index}"][row],
-                k=k,
-                v=v,
-                strength=strength[0] if strength else None,
-                decay=decay,
-                a_log=self._memory.a_log,
-                dt_bias=self._memory.dt_bias,
-            )
 
 
 class PackedHead:
@@ -193,10 +184,17 @@ class PackedDrafter:
         hooks: TargetHooks,
     ) -> None:
         self._kernels, self._layers = kernels, tuple(layers)
-        self._fc = kernels.pack(fc)
-        self._tap_norm = None if tap_norm is None else tap_norm.weight.detach()
-        self._hidden_norm, self._eps = hidden_norm.weight.detach(), hidden_norm.eps
-        self._context = [matrix for layer in layers for matrix in layer.context]
+        self._take = make_take(
+            kernels,
+            TakeParts(
+                fuse=kernels.pack(fc),
+                parts=fc.in_features // fc.out_features,
+                tap_norm=None if tap_norm is None else tap_norm.weight.detach().flatten(),
+                norm=hidden_norm.weight.detach(),
+                eps=hidden_norm.eps,
+                layers=[layer.take for layer in layers],
+            ),
+        )
         self._ridge, self._start = ridge, list[Matrix]()
         if ridge is not None:
             self._start = [kernels.pack(part) for part in ((ridge.down, ridge.up) if ridge.rank > 0 else (ridge.up,))]
@@ -213,15 +211,15 @@ class PackedDrafter:
         self, state: BlockState, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], taps: Tensor
     ) -> None:
         """Take clean features (B, T, C, D), the first `lengths[b]` of each row, into stores and memories."""
-        (fused,) = self._kernels.dense(
-            taps.flatten(-2), [self._fc], norm=self._tap_norm, parts=taps.shape[2], eps=self._eps
-        )
-        products = iter(self._kernels.dense(fused, self._context, norm=self._hidden_norm, eps=self._eps))
-        for i, layer in enumerate(self._layers):
-            own = [next(products) for _ in layer.context]
-            for b, (row, start, count) in enumerate(zip(rows, starts, lengths, strict=True)):
-                if count:
-                    layer.take([part[b, :count] for part in own], state, i, row, start)
+        kept = [b for b, count in enumerate(lengths) if count]
+        pieces = [taps[b, : lengths[b]] for b in kept]
+        places = [
+            store.place(rows[b], starts[b], lengths[b], self._memory(state, i, rows[b]))
+            for i, store in enumerate(state.stores)
+            for b in kept
+        ]
+        features = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        run_take(self._kernels, self._take, features, [lengths[b] for b in kept], places)
 
     def start(self, taps: Tensor, anchor: Tensor) -> Tensor:
         """`RidgeStart.forward`: taps (..., C, D) and the anchor's embedding (..., D) -> slot inputs (..., L, D)."""
@@ -284,11 +282,15 @@ class PackedDrafter:
 
     def _seen(self, state: BlockState, row: int) -> list[tuple[Ring, Tensor | None]]:
         """What the slots of a row may see, layer by layer: the ring of its context, and its memory if there is one."""
-        memories = [state.fixed.get(f"memory.{i}") for i in range(len(self._layers))]
         return [
-            (store.ring(row, state.lengths[row], self._num_slots), None if memory is None else memory[row])
-            for store, memory in zip(state.stores, memories, strict=True)
+            (store.ring(row, state.lengths[row], self._num_slots), self._memory(state, i, row))
+            for i, store in enumerate(state.stores)
         ]
+
+    @staticmethod
+    def _memory(state: BlockState, layer: int, row: int) -> Tensor | None:
+        memory = state.fixed.get(f"memory.{layer}")
+        return None if memory is None else memory[row]
 
     def _new_block(self, head: PackedHead) -> Block:
         if self._hooks.table is None:

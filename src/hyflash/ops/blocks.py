@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hyflash.core import EmbeddingTable
 from hyflash.errors import HyflashError
-from hyflash.ops.kernels import HEAD_STEP, Kernels, Matrix, Ring, RowHead, expect, in_place, ready, ring_fields
+from hyflash.ops.kernels import CORES, HEAD_STEP, Kernels, Matrix, Ring, RowHead, expect, in_place, ready, ring_fields
 
 if TYPE_CHECKING:
     import hyflash_kernels as hk
@@ -104,6 +104,63 @@ class BlockRow:
     before: Tensor | None  # (C, D) features before the anchor, for a start
     head: RowHead
     seen: Sequence[tuple[Ring, Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryWrite:
+    """How a memory (H, K, K) takes in features; `core` is a name of `ops.memory.MEMORY_CORES`."""
+
+    core: str
+    keys: Matrix
+    values: Matrix
+    decay: Matrix
+    strength: Matrix | None  # only of gla and delta
+    a_log: Tensor  # (H)
+    dt_bias: Tensor  # (H)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeLayer:
+    """What a layer keeps of committed features."""
+
+    num_kv_heads: int
+    head_dim: int
+    k: Matrix
+    v: Matrix
+    k_norm: Tensor  # (K)
+    eps: float
+    memory: MemoryWrite | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeParts:
+    """A whole commit: features (T, C, D), fused and normed, to what each layer keeps."""
+
+    fuse: Matrix
+    parts: int  # C
+    tap_norm: Tensor | None  # (C * D)
+    norm: Tensor  # (D)
+    eps: float
+    layers: Sequence[TakeLayer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take:
+    """`TakeParts` as the kernels take them."""
+
+    raw: hk.DraftTake
+    parts: TakeParts
+    keep: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a layer keeps one row's tokens: `data` (window, 2, G, K) from `first` on, round and round."""
+
+    data: Tensor
+    first: int
+    turns: Tensor | None  # (tokens.., K): keys are turned by it
+    memory: Tensor | None  # (H, K, K)
 
 
 def make_layer(kernels: Kernels, parts: LayerParts) -> Layer:
@@ -248,3 +305,81 @@ def run_block(kernels: Kernels, block: Block, rows: Sequence[BlockRow]) -> tuple
         if n < rows[b].num_tokens:
             tokens[b, n:], shares[b, n:] = 0, 0.0
     return tokens, shares, found
+
+
+def make_take(kernels: Kernels, parts: TakeParts) -> Take:
+    """A whole commit, for `run_take`. Norms, decays and biases must be float32 and stay where they are."""
+    dim = parts.fuse.num_outputs
+    expect(parts.norm.shape == (dim,) and parts.fuse.num_inputs == parts.parts * dim, parts.norm.shape)
+    expect(parts.tap_norm is None or parts.tap_norm.numel() == parts.fuse.num_inputs, parts.norm.shape)
+    layers = (kernels.hk.TakeLayer * len(parts.layers))(*[_take_layer(kernels, layer, dim) for layer in parts.layers])
+    raw = kernels.hk.DraftTake(
+        fuse=parts.fuse.pointer,
+        tap_norm=None if parts.tap_norm is None else in_place(parts.tap_norm),
+        norm=in_place(parts.norm),
+        parts=parts.parts,
+        eps=parts.eps,
+        layers=ctypes.addressof(layers),
+        num_layers=len(layers),
+    )
+    return Take(raw=raw, parts=parts, keep=(layers,))
+
+
+def _take_layer(kernels: Kernels, layer: TakeLayer, dim: int) -> hk.TakeLayer:
+    memory, shape = layer.memory, layer.k_norm.shape
+    expect(layer.k.num_inputs == layer.v.num_inputs == dim and shape == (layer.head_dim,), shape)
+    expect(layer.k.num_outputs == layer.v.num_outputs == layer.num_kv_heads * layer.head_dim, shape)
+    expect(layer.head_dim % HEAD_STEP == 0, shape)
+    raw = kernels.hk.TakeLayer(
+        k=layer.k.pointer,
+        v=layer.v.pointer,
+        k_norm=in_place(layer.k_norm),
+        eps=layer.eps,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+    )
+    if memory is not None:
+        heads, strength = memory.decay.num_outputs, memory.strength
+        width = memory.keys.num_outputs // heads
+        expect(memory.keys.num_outputs == memory.values.num_outputs == heads * width, memory.a_log.shape)
+        expect(memory.a_log.shape == memory.dt_bias.shape == (heads,) and width % HEAD_STEP == 0, memory.a_log.shape)
+        expect((strength is None) == (memory.core in ("mean", "mamba2")), memory.a_log.shape)
+        expect(strength is None or strength.num_outputs == heads, memory.a_log.shape)
+        raw.memory_k, raw.memory_v = memory.keys.pointer, memory.values.pointer
+        raw.decay, raw.strength = memory.decay.pointer, None if strength is None else strength.pointer
+        raw.a_log, raw.dt_bias = in_place(memory.a_log), in_place(memory.dt_bias)
+        raw.core, raw.memory_heads, raw.memory_width = CORES[memory.core], heads, width
+    return raw
+
+
+def run_take(kernels: Kernels, take: Take, features: Tensor, counts: Sequence[int], places: Sequence[Place]) -> None:
+    """Features (all tokens, C, D), row after row with `counts` of them, into `places`, layer after layer, all rows each.
+
+    The same as `dense`, `ring_append` and `memory_write` one after the other.
+    """
+    features, parts = ready(features), take.parts
+    expect(features.shape == (sum(counts), parts.parts, parts.fuse.num_outputs), features.shape)
+    expect(min(counts) > 0 and len(places) == len(counts) * len(parts.layers), features.shape)
+    raws = (kernels.hk.TakePlace * len(places))()
+    for i, (raw, place) in enumerate(zip(raws, places, strict=True)):
+        layer, count = parts.layers[i // len(counts)], counts[i % len(counts)]
+        window, memory = place.data.shape[0], layer.memory
+        expect(place.data.shape[1:] == (2, layer.num_kv_heads, layer.head_dim) and window > 0, place.data.shape)
+        expect(0 <= place.first < window, place.data.shape)
+        raw.ring, raw.window, raw.place = in_place(place.data), window, place.first
+        if place.turns is not None:
+            expect(place.turns.shape == (count, layer.head_dim) and count <= window - place.first, place.turns.shape)
+            raw.turns = in_place(place.turns)
+        if memory is not None:
+            if place.memory is None:
+                raise HyflashError("this layer writes to a memory, and a row has none.")
+            heads = memory.decay.num_outputs
+            width = memory.keys.num_outputs // heads
+            expect(place.memory.shape == (heads, width, width), place.memory.shape)
+            raw.memory = in_place(place.memory)
+    lengths = (ctypes.c_int64 * len(counts))(*counts)
+    kernels.check(
+        kernels.lib.hk_draft_take_run(
+            kernels.pool, ctypes.byref(take.raw), features.data_ptr(), lengths, len(counts), raws
+        )
+    )
