@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftCost, DraftRequest, Prices, Proposal, Verdict
@@ -54,8 +56,8 @@ class ComposedState(State):
         self.lazy = False
         """Whether parts with features hear late of tokens that they did not draft: since a proposal with prices."""
 
-    def _no_evidence(self) -> Tensor:
-        return torch.zeros(2, len(self.parts), NUM_BUCKETS, dtype=torch.float64)
+    def _no_evidence(self) -> NDArray[np.float64]:
+        return np.zeros((2, len(self.parts), NUM_BUCKETS))
 
     def reset(self, row: int) -> None:
         """Empty one row in every part."""
@@ -73,7 +75,7 @@ class ComposedState(State):
         return {
             "parts": [part.snapshot(row) for part in self.parts],
             "late": [late.waiting(row) for late in self.late],
-            "evidence": self.rows[row].clone(),
+            "evidence": self.rows[row].tolist(),
         }
 
     def restore(self, row: int, saved: dict[str, Any]) -> None:
@@ -81,7 +83,7 @@ class ComposedState(State):
         for part, kept, late, pieces in zip(self.parts, saved["parts"], self.late, saved["late"], strict=True):
             part.restore(row, kept)
             late.put_back(row, pieces)
-        self.rows[row] = saved["evidence"].clone()
+        self.rows[row] = np.array(saved["evidence"])
 
 
 @dataclass(slots=True)
@@ -142,11 +144,12 @@ class Composite(Drafter):
     def _commit_dear(self, state: ComposedState, new: Commit, p: int) -> None:
         """Tokens of rows that the part has drafted go to it, with the verdict; with prices, those of others wait."""
         name, drafter, verdict = self.names[p], self._drafters[p], new.verdict
-        features = None if new.features is None else new.features[:, :, self._picks[p]]
-        own = replace(new, features=features, verdict=_own(verdict, name))
+        features = new.features
+        if features is not None and len(self._picks[p]) < features.shape[2]:
+            features = features[:, :, self._picks[p]]
         mine = list(range(len(new.rows)))
         if state.lazy:  # long commits are prompts
-            drafted = own.verdict.num_drafted if own.verdict is not None else (0,) * len(mine)
+            drafted = [verdict is not None and verdict.sources[b] == name and verdict.num_drafted[b] > 0 for b in mine]
             mine = [b for b in mine if drafted[b] or new.lengths[b] >= LATE_PIECES]
         began, full = time.perf_counter(), []
         for b, (row, length) in enumerate(zip(new.rows, new.lengths, strict=True)):
@@ -156,6 +159,7 @@ class Composite(Drafter):
                     full.append(row)
         self._catch_up(state, [*(new.rows[b] for b in mine), *full], p)
         if mine:
+            own = replace(new, features=features, verdict=_own(verdict, name))
             drafter.commit(state.parts[p], _members(own, mine))
         if mine and verdict is not None:
             self._commit_sec[p] = _follow(self._commit_sec[p], time.perf_counter() - began)
@@ -302,7 +306,7 @@ class Composite(Drafter):
                     continue
                 if tries:
                     evidence = state.rows[new.rows[b]][:, p, min(buckets[i], NUM_BUCKETS - 1)]
-                    evidence.mul_(FORGET).add_(torch.tensor([hits, sum(priors[i][:tries])], dtype=evidence.dtype))
+                    evidence[:] = FORGET * evidence + (hits, sum(priors[i][:tries]))
 
     def _merge(self, choices: Sequence[_Choice | None], *, device: torch.device, num_nonfinite: int) -> Proposal:
         """One proposal from the rows' choices; point masses become one-hot where another row has probabilities."""

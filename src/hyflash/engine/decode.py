@@ -368,16 +368,20 @@ class Engine:
             return
         lengths = tuple(len(tokens) for tokens in kept)
         T = max(lengths)
-        tokens = torch.zeros(len(kept), T, dtype=torch.long)
-        padded = features.new_zeros(len(kept), T, *features.shape[1:]) if features is not None else None
-        first = 0
-        for b, (ids, width) in enumerate(zip(kept, widths, strict=True)):
-            tokens[b, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-            if features is not None and padded is not None:
-                padded[b, : len(ids)] = features[first : first + len(ids)]
-            first += width
+        padded = None
+        if features is not None and len(kept) == 1:
+            padded = features[None, :T]
+        elif features is not None:
+            padded, first = features.new_zeros(len(kept), T, *features.shape[1:]), 0
+            for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
+                padded[b, :length] = features[first : first + length]
+                first += width
         commit = Commit(
-            rows=tuple(p.row for p in requests), tokens=tokens, features=padded, lengths=lengths, verdict=verdict
+            rows=tuple(p.row for p in requests),
+            tokens=_padded(kept, T),
+            features=padded,
+            lengths=lengths,
+            verdict=verdict,
         )
         self.drafter.commit(self._state, commit)
 
@@ -414,12 +418,13 @@ class Engine:
         )
 
 
+def _padded(tokens: Sequence[Sequence[int]], length: int) -> Tensor:
+    return torch.tensor([[*row, *(0,) * (length - len(row))] for row in tokens], dtype=torch.long)
+
+
 def _verdict(drafts: list[tuple[int, ...]], accepted: list[int], sources: list[str]) -> Verdict:
-    proposed = torch.zeros(len(drafts), max(map(len, drafts)), dtype=torch.long)
-    for b, tokens in enumerate(drafts):
-        proposed[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
     return Verdict(
-        proposed=proposed,
+        proposed=_padded(drafts, max(map(len, drafts))),
         num_drafted=tuple(map(len, drafts)),
         num_accepted=tuple(accepted),
         sources=tuple(sources),

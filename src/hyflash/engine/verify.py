@@ -109,11 +109,11 @@ def best(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
 
 def _greedy(ids: Tensor, values: Tensor) -> list[Choice]:
     """A choice for each row from its best logits; margins only where there is a second."""
-    margins = [float("inf")] * ids.shape[0]
-    if ids.shape[1] > 1:
-        margins = ((values[:, 0] - values[:, 1]) / 2).tolist()
-    highest = values[:, 0].tolist()
     return [
-        Choice(token_id=t, margin=m, finite=math.isfinite(v))
-        for t, m, v in zip(ids[:, 0].tolist(), margins, highest, strict=True)
+        Choice(
+            token_id=tokens[0],
+            margin=(best[0] - best[1]) / 2 if len(best) > 1 else float("inf"),
+            finite=math.isfinite(best[0]),
+        )
+        for tokens, best in zip(ids.tolist(), values.tolist(), strict=True)
     ]

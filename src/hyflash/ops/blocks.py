@@ -330,7 +330,7 @@ def _take_layer(kernels: Kernels, layer: TakeLayer, dim: int) -> hk.TakeLayer:
     expect(layer.k.num_inputs == layer.v.num_inputs == dim and shape == (layer.head_dim,), shape)
     expect(layer.k.num_outputs == layer.v.num_outputs == layer.num_kv_heads * layer.head_dim, shape)
     expect(layer.head_dim % HEAD_STEP == 0, shape)
-    raw = kernels.hk.TakeLayer(
+    raw: hk.TakeLayer = kernels.hk.TakeLayer(
         k=layer.k.pointer,
         v=layer.v.pointer,
         k_norm=in_place(layer.k_norm),
@@ -353,7 +353,7 @@ def _take_layer(kernels: Kernels, layer: TakeLayer, dim: int) -> hk.TakeLayer:
 
 
 def run_take(kernels: Kernels, take: Take, features: Tensor, counts: Sequence[int], places: Sequence[Place]) -> None:
-    """Features (all tokens, C, D), row after row with `counts` of them, into `places`, layer after layer, all rows each.
+    """Features (all tokens, C, D), row after row with `counts` of them, into `places`, layer after layer.
 
     The same as `dense`, `ring_append` and `memory_write` one after the other.
     """
