@@ -207,14 +207,18 @@ void append_as(bool is_value, const float* x, int dim, int at, uint8_t* page) {
     return;
   }
   for (int d = 0; d < dim; d += 16) {
-    uint16_t half[16];
-    if constexpr (KV == kKvF16) store_half(half, load(x + d));
-    for (int i = 0; i < 16; ++i) {
-      if constexpr (KV == kKvBF16) half[i] = float_to_bf16(x[d + i]);
-      if constexpr (KV == kKvF32)
-        ((float*)page)[first + (d + i) * step] = x[d + i];
+    if constexpr (KV == kKvF32) {
+      if (is_value)
+        store((float*)page + first + d, load(x + d));
       else
+        for (int i = 0; i < 16; ++i) ((float*)page)[first + (d + i) * kPage] = x[d + i];
+    } else {
+      uint16_t half[16];
+      if constexpr (KV == kKvF16) store_half(half, load(x + d));
+      for (int i = 0; i < 16; ++i) {
+        if constexpr (KV == kKvBF16) half[i] = float_to_bf16(x[d + i]);
         ((uint16_t*)page)[first + (d + i) * step] = half[i];
+      }
     }
   }
 }

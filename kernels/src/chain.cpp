@@ -1,8 +1,9 @@
 // Draft tokens along a block, with a GRU's correction from token to token or without.
+// A step is a few products, each short: what is small is made by every thread for itself, which spares barriers.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <memory>
+#include <vector>
 
 #include "layers.h"
 #include "products.h"
@@ -10,114 +11,149 @@
 namespace hk {
 namespace {
 
-struct Correction {  // memory of GRU steps of one row
-  const Acts &in, &own, &both, &mid;
-  float *from_in, *from_own, *mixed;
-  const float* ones;
-  float* rows;  // of each thread: `each` floats
-  int64_t each;
+// Columns that are searched at once, of the head and of what is more: the same whatever the threads, as their sums are.
+constexpr int64_t kPiece = 256, kMorePiece = 32;
+
+class Chain {
+ public:
+  Chain(Workers& w, const Kernels& k, const hk_draft_chain& a)
+      : pool_(*w.pool),
+        k_(k),
+        a_(a),
+        dim_(a.head->k),
+        n_(a.head->n),
+        rows_(a.gru_in ? 1 : a.num),
+        width_(a.gru_in ? a.gru_own->k : 0),
+        rank_(a.gru_in ? a.down->n : 0),
+        num_pieces_((n_ + kPiece - 1) / kPiece),
+        all_pieces_(num_pieces_ + (a.num_more + kMorePiece - 1) / kMorePiece),
+        own_floats_(round_up(2 * dim_ + 2 * width_ + std::max(rank_, dim_), 16)),
+        pieces_(size_t(rows_ * all_pieces_)) {
+    const int64_t most = std::max(dim_, rank_);
+    logits_ = w.floats(1, rows_ * (n_ + a.num_more) + 6 * width_ + rank_ + dim_ + most + own_floats_ * pool_.size());
+    extra_ = logits_ + rows_ * n_, from_in_ = extra_ + rows_ * a.num_more, from_own_ = from_in_ + 3 * width_;
+    mixed_ = from_own_ + 3 * width_, fixed_ = mixed_ + rank_, ones_ = fixed_ + dim_, own_ = ones_ + most;
+    std::fill_n(ones_, most, 1.0f);
+    for (int t = 0; t < (a.gru_in ? pool_.size() : 1); ++t) {
+      in_.push_back(&w.acts(5 * t + 4, rows_, dim_, is_float(*a.head)));
+      if (!a.gru_in) break;
+      token_.push_back(&w.acts(5 * t, 1, dim_, is_float(*a.gru_in)));
+      state_.push_back(&w.acts(5 * t + 1, 1, width_, is_float(*a.gru_own)));
+      both_.push_back(&w.acts(5 * t + 2, 1, dim_ + width_, is_float(*a.down)));
+      mid_.push_back(&w.acts(5 * t + 3, 1, rank_, is_float(*a.up)));
+    }
+  }
+
+  void thread(int t) {
+    if (!a_.gru_in) {
+      take_in(k_, a_.hidden, rows_, dim_, kNoNorm, *in_[0], part(in_[0]->k / kBlock, t, pool_.size()), nullptr);
+      pool_.barrier();
+      search(a_.hidden, *in_[0], t);
+      pool_.barrier();
+      const Part mine = part(rows_, t, pool_.size());
+      for (int64_t r = mine.first; r < mine.last; ++r) a_.tokens[r] = choose(r, &a_.shares[r]);
+      return;
+    }
+    int64_t token = a_.anchor;
+    std::fill_n(own_ + own_floats_ * t, width_, 0.0f);
+    for (int64_t i = 0; i < a_.num; ++i) {
+      correct(token, a_.hidden + i * dim_, t);
+      quantize_row(fixed_, *in_[size_t(t)]);
+      search(fixed_, *in_[size_t(t)], t);
+      pool_.barrier();
+      float share;
+      token = choose(0, &share);
+      if (t == 0) a_.tokens[i] = token, a_.shares[i] = share;
+      if (!std::isfinite(share)) return;
+    }
+  }
+
+ private:
+  struct Piece {
+    int32_t id;
+    float best, total;  // the sum of exp(logit - best)
+  };
+  static constexpr Norm kNoNorm{nullptr, 1, 0.0f};
+
+  void quantize_row(const float* x, const Acts& to) { k_.quantize(x, to.k, to, 0, 0, to.k / kBlock); }
+
+  // fixed_ = hidden + up(SiLU(down([rms(hidden), state]))), after the state has taken in the token.
+  void correct(int64_t token, const float* hidden, int t) {
+    const int of = pool_.size();
+    float *state = own_ + own_floats_ * t, *row = state + width_, *next = row + dim_, *more = next + width_;
+    const Acts &in = *token_[size_t(t)], &own = *state_[size_t(t)], &both = *both_[size_t(t)], &mid = *mid_[size_t(t)];
+    embed(a_, dim_, token, more);
+    k_.rms_norm(more, ones_, dim_, a_.eps, row);
+    k_.quantize(row, dim_, in, 0, 0, in.k / kBlock);
+    k_.quantize(state, width_, own, 0, 0, own.k / kBlock);
+    product(k_, *a_.gru_in, in, 1, part(groups_of(*a_.gru_in), t, of), from_in_);
+    product(k_, *a_.gru_own, own, 1, part(groups_of(*a_.gru_own), t, of), from_own_);
+    pool_.barrier();
+    k_.gru_step(from_in_, from_own_, width_, state);
+    k_.rms_norm(hidden, ones_, dim_, a_.eps, row);
+    std::memcpy(next, state, size_t(width_) * 4);
+    k_.quantize(row, dim_ + width_, both, 0, 0, both.k / kBlock);
+    product(k_, *a_.down, both, 1, part(groups_of(*a_.down), t, of), mixed_);
+    pool_.barrier();
+    k_.gated(kSilu, mixed_, ones_, rank_, more);
+    k_.quantize(more, rank_, mid, 0, 0, mid.k / kBlock);
+    const Part groups = part(groups_of(*a_.up), t, of);
+    product(k_, *a_.up, mid, 1, groups, fixed_);
+    for (int64_t i = groups.first * kLanes; i < std::min(dim_, groups.last * kLanes); ++i) fixed_[i] += hidden[i];
+    pool_.barrier();
+  }
+
+  // This thread's pieces of the logits of x, and the best of each.
+  void search(const float* x, const Acts& in, int t) {
+    const Part mine = part(num_pieces_, t, pool_.size()), more = part(all_pieces_ - num_pieces_, t, pool_.size());
+    const int64_t stop = std::min(mine.last * kPiece, n_), end = std::min(more.last * kMorePiece, a_.num_more);
+    product(k_, *a_.head, in, rows_, {mine.first * kPiece / kLanes, round_up(stop, kLanes) / kLanes}, logits_);
+    const int64_t first = more.first * kMorePiece;
+    k_.dots(x, rows_, a_.rows, a_.more + first, std::max<int64_t>(0, end - first), dim_, extra_ + first, a_.num_more);
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (int64_t j = first; a_.more_bias && j < end; ++j) extra_[r * a_.num_more + j] += a_.more_bias[j];
+      Piece* found = pieces_.data() + r * all_pieces_;
+      for (int64_t p = mine.first; p < mine.last; ++p)
+        found[p] = best_of(logits_ + r * n_, p * kPiece, std::min((p + 1) * kPiece, n_), 0);
+      for (int64_t p = more.first; p < more.last; ++p)
+        found[num_pieces_ + p] = best_of(extra_ + r * a_.num_more, p * kMorePiece, std::min((p + 1) * kMorePiece, a_.num_more), n_);
+    }
+  }
+
+  Piece best_of(const float* logits, int64_t first, int64_t last, int64_t ids_from) {
+    Piece found{-1, 0.0f, 0.0f};
+    k_.top(logits + first, last - first, int32_t(ids_from + first), 1, &found.id, &found.best);
+    if (found.best != -INFINITY) found.total = k_.sum_exp(logits + first, last - first, found.best);
+    return found;
+  }
+
+  // Token of a row and its share in the sum of exp; the share is not finite where the best logit is not.
+  int64_t choose(int64_t row, float* share) {
+    const Piece* found = pieces_.data() + row * all_pieces_;
+    int32_t id = -1;
+    float best = 0.0f;
+    for (int64_t p = 0; p < all_pieces_; ++p) k_.top(&found[p].best, 1, found[p].id, 1, &id, &best);
+    double total = 0.0;
+    for (int64_t p = 0; p < all_pieces_; ++p) total += double(found[p].total) * std::exp(double(found[p].best) - best);
+    *share = float(1.0 / total);
+    return id < n_ ? a_.head_ids[id] : a_.more_ids[id - n_];
+  }
+
+  Pool& pool_;
+  const Kernels& k_;
+  const hk_draft_chain& a_;
+  const int64_t dim_, n_, rows_, width_, rank_, num_pieces_, all_pieces_, own_floats_;
+  float *logits_, *extra_, *from_in_, *from_own_, *mixed_, *fixed_, *ones_, *own_;
+  std::vector<Piece> pieces_;
+  std::vector<const Acts*> in_, token_, state_, both_, mid_;  // of each thread
 };
-
-Correction correction_space(Workers& w, const hk_matrix& gru_in, const hk_matrix& gru_own, const hk_matrix& down,
-                            const hk_matrix& up, float* floats) {
-  const int64_t dim = gru_in.k, n = gru_own.k, rank = down.n, each = 2 * round_up(dim + n, 16) + round_up(rank, 16);
-  float* ones = floats + 6 * n + rank;
-  std::fill_n(ones, std::max(dim, rank), 1.0f);
-  return {w.acts(0, 1, dim, is_float(gru_in)), w.acts(1, 1, n, is_float(gru_own)), w.acts(2, 1, dim + n, is_float(down)),
-          w.acts(3, 1, rank, is_float(up)), floats, floats + 3 * n, floats + 6 * n, ones, ones + std::max(dim, rank), each};
-}
-int64_t correction_floats(const Workers& w, const hk_matrix& gru_in, const hk_matrix& gru_own, const hk_matrix& down) {
-  const int64_t dim = gru_in.k, n = gru_own.k, rank = down.n;
-  return 6 * n + rank + std::max(dim, rank) + w.pool->size() * (2 * round_up(dim + n, 16) + round_up(rank, 16));
-}
-
-// Four products in a chain, each a phase of the pool; called by all threads.
-void correct(Pool& pool, const Kernels& k, const Correction& c, const float* previous, const float* hidden, float eps,
-             const hk_matrix& gru_in, const hk_matrix& gru_own, const hk_matrix& down, const hk_matrix& up, float* state,
-             float* out, int t) {
-  const int of = pool.size();
-  const int64_t dim = gru_in.k, n = gru_own.k, rank = down.n;
-  float *row = c.rows + c.each * t, *next = row + dim, *act = row + 2 * round_up(dim + n, 16);
-  take_in(k, previous, 1, dim, {c.ones, 1, eps}, c.in, part(c.in.k / kBlock, t, of), row);
-  take_in(k, state, 1, n, {nullptr, 1, 0.0f}, c.own, part(c.own.k / kBlock, t, of), nullptr);
-  pool.barrier();
-  product(k, gru_in, c.in, 1, part(groups_of(gru_in), t, of), c.from_in);
-  product(k, gru_own, c.own, 1, part(groups_of(gru_own), t, of), c.from_own);
-  pool.barrier();
-  // Every thread makes the new state for itself; the first keeps it.
-  std::memcpy(next, state, size_t(n) * 4);
-  k.gru_step(c.from_in, c.from_own, n, next);
-  k.rms_norm(hidden, c.ones, dim, eps, row);
-  take_in(k, row, 1, dim + n, {nullptr, 1, 0.0f}, c.both, part(c.both.k / kBlock, t, of), nullptr);
-  pool.barrier();
-  if (t == 0) std::memcpy(state, next, size_t(n) * 4);
-  product(k, down, c.both, 1, part(groups_of(down), t, of), c.mixed);
-  pool.barrier();
-  k.gated(kSilu, c.mixed, c.ones, rank, act);
-  take_in(k, act, 1, rank, {nullptr, 1, 0.0f}, c.mid, part(c.mid.k / kBlock, t, of), nullptr);
-  pool.barrier();
-  const Part groups = part(groups_of(up), t, of);
-  product(k, up, c.mid, 1, groups, out);
-  for (int64_t i = groups.first * kLanes; i < std::min(up.n, groups.last * kLanes); ++i) out[i] += hidden[i];
-}
 
 }  // namespace
 
 int64_t draft_chain(Workers& w, const Kernels& k, const hk_draft_chain& a) {
   if (a.num == 0) return 0;
-  const hk_matrix& head = *a.head;
-  const int64_t dim = head.k, n = head.n, more = a.num_more, width = a.gru_in ? a.gru_own->k : 0;
-  const int64_t together = a.gru_in ? 1 : a.num;  // rows whose logits can be made at once
-  const int of = w.pool->size();
-  const Acts& in = w.acts(4, together, dim, is_float(head));
-  float* logits = w.floats(1, together * (n + more) + 2 * dim + width);
-  float *extra = logits + together * n, *previous = extra + together * more, *fixed = previous + dim, *state = fixed + dim;
-  std::fill_n(state, width, 0.0f);
-  float* floats = w.floats(0, a.gru_in ? correction_floats(w, *a.gru_in, *a.gru_own, *a.down) : 1);
-  std::unique_ptr<Correction> space;
-  if (a.gru_in)
-    space = std::make_unique<Correction>(correction_space(w, *a.gru_in, *a.gru_own, *a.down, *a.up, floats));
-
-  auto make_logits = [&](const float* x, int t) {
-    take_in(k, x, together, dim, {nullptr, 1, 0.0f}, in, part(in.k / kBlock, t, of), nullptr);
-    const Part mine = part(more, t, of);
-    k.dots(x, together, a.rows, a.more + mine.first, mine.last - mine.first, dim, extra + mine.first, more);
-    for (int64_t r = 0; a.more_bias && r < together; ++r)
-      for (int64_t j = mine.first; j < mine.last; ++j) extra[r * more + j] += a.more_bias[j];
-    w.pool->barrier();
-    product(k, head, in, together, part(groups_of(head), t, of), logits);
-    w.pool->barrier();
-  };
-  auto choose = [&](int64_t i, int64_t row) {
-    int32_t id = -1;
-    float best = 0;
-    k.top(logits + row * n, n, 0, 1, &id, &best);
-    k.top(extra + row * more, more, int32_t(n), 1, &id, &best);
-    a.shares[i] = 1.0f / (k.sum_exp(logits + row * n, n, best) + k.sum_exp(extra + row * more, more, best));
-    a.tokens[i] = id < n ? a.head_ids[id] : a.more_ids[id - n];
-  };
-  auto correct_row = [&](int64_t i, int t) {
-    if (t == 0) embed(a, dim, i ? a.tokens[i - 1] : a.anchor, previous);
-    w.pool->barrier();
-    correct(*w.pool, k, *space, previous, a.hidden + i * dim, a.eps, *a.gru_in, *a.gru_own, *a.down, *a.up, state, fixed, t);
-    w.pool->barrier();
-  };
-
-  w.pool->run([&](int t) {
-    if (!a.gru_in) {
-      make_logits(a.hidden, t);
-      const Part mine = part(a.num, t, of);
-      for (int64_t i = mine.first; i < mine.last; ++i) choose(i, i);
-      return;
-    }
-    for (int64_t i = 0; i < a.num; ++i) {
-      correct_row(i, t);
-      make_logits(fixed, t);
-      if (t == 0) choose(i, 0);
-      w.pool->barrier();
-      if (!std::isfinite(a.shares[i])) return;
-    }
-  });
+  Chain chain(w, k, a);
+  w.pool->run([&](int t) { chain.thread(t); });
   return std::find_if(a.shares, a.shares + a.num, [](float share) { return !std::isfinite(share); }) - a.shares;
 }
 

@@ -15,7 +15,7 @@ struct Workers {
 
   std::unique_ptr<Pool> pool;
 
-  // Activations for `rows` of `k` inputs; `which` (0 to 4) keeps some of them apart. Throws std::bad_alloc.
+  // Activations for `rows` of `k` inputs; `which` keeps some of them apart. Throws std::bad_alloc.
   const Acts& acts(int which, int64_t rows, int64_t k, bool with_float);
   // Floats for this call; `which` is 0 or 1, 2 for a layer made of other calls, 3 for a block. Throws std::bad_alloc.
   float* floats(int which, int64_t count);

@@ -13,7 +13,7 @@ import torch
 
 from hyflash import checkpoint, drafters, hub
 from hyflash.bench import costs
-from hyflash.core import TargetHooks, TargetOptions
+from hyflash.core import DRAFT_WEIGHTS, TargetHooks, TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine, Exact
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
@@ -34,7 +34,7 @@ class LoadedTarget:
     name: str
     model: Target
     tokenizer: Tokenizer
-    draft_weights: str = "q8_0"
+    draft_weights: str = DRAFT_WEIGHTS[0]
     """How drafters keep their weights where the target has kernels for them; torch: not there."""
     note: str = ""
     """Why the torch target serves where the native one might be expected; empty otherwise."""
@@ -89,7 +89,7 @@ def load_target(spec: str, options: TargetOptions | None = None, *, report: hub.
         name=spec,
         model=chosen.model,
         tokenizer=Tokenizer.from_dir(chosen.tokenizer),
-        draft_weights=how.draft_weights or "q8_0",
+        draft_weights=how.draft_weights or DRAFT_WEIGHTS[0],
         note=chosen.note,
     )
 

@@ -156,7 +156,8 @@ BACKENDS = ("auto", "native", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTS = ("none", "q8_0", "q4_0", "q4_1")
 KV_TYPES = ("float16", "bfloat16", "float32", "int8")
-DRAFT_WEIGHTS = ("q8_0", "q4_0", "q4_1", "bfloat16", "float32", "torch")
+DRAFT_WEIGHTS = ("q4_1", "q4_0", "q8_0", "bfloat16", "float32", "torch")
+"""The first is the default."""
 MAX_THREADS = 1024
 """Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
 
@@ -174,7 +175,7 @@ class TargetOptions:
     kv: str | None = None
     """Keys and values of the native backend, float16 unless given."""
     draft_weights: str | None = None
-    """How a drafter beside the native backend keeps its weights, q8_0 unless given; torch leaves it on torch."""
+    """How a drafter beside the native backend keeps its weights, q4_1 unless given; torch leaves it on torch."""
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

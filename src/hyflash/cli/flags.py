@@ -76,8 +76,8 @@ Kv = Annotated[
 DraftWeights = Annotated[
     str | None,
     typer.Option(
-        metavar="q8_0|q4_0|q4_1|bfloat16|float32|torch",
-        help="Native backend: how a drafter keeps its weights; torch: off the kernels. Default: q8_0.",
+        metavar="q4_1|q4_0|q8_0|bfloat16|float32|torch",
+        help="Native backend: how a drafter keeps its weights; torch: off the kernels. Default: q4_1.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: all cores, or one where that is faster.")]
