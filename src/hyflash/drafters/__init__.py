@@ -12,6 +12,7 @@ _NOT_METHODS = {
     "base",
     "compose",
     "block_config",
+    "block_model",
     "context",
     "objective",
     "packed_drafter",
