@@ -6,6 +6,8 @@ works token by token, so a text does not depend on how tokens were grouped into 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), str(path))
+            tokenizer = cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), str(path))
+            _return_freed_memory()
+            return tokenizer
         except Exception as err:  # transformers raises many kinds here
             raise UserError(f"no tokenizer could be loaded from {str(path)!r}: {reason(err)}") from err
 
@@ -145,6 +149,13 @@ class TextStream:
             self.text = self.text[: min(found)]
             self._first = len(self._ids)  # an open end behind the stop string is not shown either
         return bool(found)
+
+
+def _return_freed_memory() -> None:
+    """Give back what reading a large vocabulary left behind, about 27 MB of 152K tokens: glibc keeps it otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -12,7 +12,8 @@ counts half beside the record, and may lose to a cheap part after all.
 
 With prices (`DraftRequest.prices`) "more" means committed tokens per second: drafts are cut where the next one costs
 more than it promises, also to none; the time of a part with features counts; and one that does not pay is tried again
-after pauses that double. Such parts hear of tokens only when they run, many at once.
+after pauses that double. Such parts hear of tokens only when they run, many at once. And a row's record then starts
+from what all rows came to, so that a drafter that is always wrong is not tried anew with each request.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ PRIOR_TOKENS = 4.0
 """Accepted tokens, as expected, that the evidence of a row starts from."""
 FORGET = 0.9
 """Weight of the evidence so far when a round brings new to the same part and bucket."""
+RECORD_FORGET = 0.98
+"""The same for what is known of all rows."""
 FIRST_PAUSE, LAST_PAUSE = 16, 256
 """Proposals without a part with features that does not pay, before it is tried again."""
 TRIED = 2
@@ -120,6 +123,7 @@ class Composite(Drafter):
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
+        self._record = np.zeros((2, len(names), NUM_BUCKETS))  # evidence of all rows so far, as ComposedState.rows
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
         self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
         # A part past its own limit proposes nothing, so the others may go on.
@@ -277,9 +281,15 @@ class Composite(Drafter):
         return None
 
     def _scale(self, state: ComposedState, *, row: int, p: int, bucket: int) -> float:
-        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket; 1 before evidence."""
-        accepted, expected = state.rows[row][:, p, min(bucket, NUM_BUCKETS - 1)].tolist()
-        return float((PRIOR_TOKENS + accepted) / (PRIOR_TOKENS + expected))
+        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket; before evidence 1, or
+        with prices what all rows so far came to."""
+        at = min(bucket, NUM_BUCKETS - 1)
+        accepted, expected = state.rows[row][:, p, at].tolist()
+        prior = 1.0
+        if state.lazy:
+            hits, tries = self._record[:, p, at].tolist()
+            prior = (PRIOR_TOKENS + hits) / (PRIOR_TOKENS + tries)
+        return float((PRIOR_TOKENS * prior + accepted) / (PRIOR_TOKENS + expected))
 
     def _learn(self, state: ComposedState, new: Commit, verdict: Verdict) -> None:
         """Score the part that drafted by the verdict, and the other cheap parts by the accepted run.
@@ -305,8 +315,9 @@ class Composite(Drafter):
                 else:
                     continue
                 if tries:
-                    evidence = state.rows[new.rows[b]][:, p, min(buckets[i], NUM_BUCKETS - 1)]
-                    evidence[:] = FORGET * evidence + (hits, sum(priors[i][:tries]))
+                    for kept, share in ((state.rows[new.rows[b]], FORGET), (self._record, RECORD_FORGET)):
+                        evidence = kept[:, p, min(buckets[i], NUM_BUCKETS - 1)]
+                        evidence[:] = share * evidence + (hits, sum(priors[i][:tries]))
 
     def _merge(self, choices: Sequence[_Choice | None], *, device: torch.device, num_nonfinite: int) -> Proposal:
         """One proposal from the rows' choices; point masses become one-hot where another row has probabilities."""
