@@ -58,8 +58,11 @@ def main() -> int:
         target = api.load_target(options.target, TargetOptions(num_threads=options.threads))
         engines = {"plain": api.make_engine(target, None, max_rows=1)}
         for spec in specs:
-            drafter = spoil(api.load_drafter(spec, target), target.model.info.vocab_size)
-            engines[spec] = api.make_engine(target, drafter, length="adaptive", max_rows=1)
+            drafter = api.load_drafter(spec, target)
+            assert drafter is not None
+            engines[spec] = api.make_engine(
+                target, spoil(drafter, target.model.info.vocab_size), length="adaptive", max_rows=1
+            )
     except UserError as err:
         print(err, file=sys.stderr)
         return 1

@@ -22,7 +22,7 @@ mkdir -p "$folder/python/hyflash_kernels"
 cp "$kernels/hyflash_kernels/"*.py "$folder/address/libhyflash_kernels.so" "$folder/python/hyflash_kernels"
 cd "$kernels"
 LD_PRELOAD="$("${CXX:-c++}" -print-file-name=libasan.so) $("${CXX:-c++}" -print-file-name=libubsan.so)" \
-  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$folder/python" PYTHONMALLOC=malloc "$PYTHON" -c '
+  ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$folder/python" PYTHONMALLOC=malloc "$PYTHON" -P -c '
 import sys
 # An editable install would come before PYTHONPATH.
 sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
