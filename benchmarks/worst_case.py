@@ -53,8 +53,8 @@ def main() -> int:
     options = arguments()
     calm_libraries()
     try:
-        specs = options.drafter or [hub.default_drafter(options.target).removeprefix("lookup+")]
-        specs = options.drafter or [*specs, f"lookup+{specs[0]}"]
+        default = hub.default_drafter(options.target)
+        specs = options.drafter or [default.rpartition("+")[2], default]
         target = api.load_target(options.target, TargetOptions(num_threads=options.threads))
         engines = {"plain": api.make_engine(target, None, max_rows=1)}
         for spec in specs:

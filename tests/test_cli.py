@@ -42,7 +42,7 @@ FIELDS = {
     "warnings",
 }
 COMMANDS = ["generate", "chat", "pull", "train", "bench", "drafters", "doctor", "env"]
-DATA_COMMANDS = [["data", "regenerate"], ["data", "capture"], ["data", "inspect"]]
+DATA_COMMANDS = [["data", "regenerate"], ["data", "capture"], ["data", "inspect"], ["data", "ngrams"]]
 
 
 @pytest.fixture(scope="session")
@@ -336,6 +336,8 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["pull", "smollm3"], ["Did you mean 'smollm2-135m'"]),
         (["data", "capture", "a.jsonl", "--out", "x"], ["--recipe or --taps"]),
         (["data", "inspect", "no-such-file"], ["no-such-file"]),
+        (["data", "ngrams", "no-such.jsonl", "--out", "x"], ["no-such.jsonl"]),
+        (["data", "ngrams", "no-such.jsonl", "--out", "x", "--max-context", "4"], ["max_context"]),
         (["data", "regenerate", "no-such.jsonl", "--out", "x"], ["no-such.jsonl"]),
         (["data", "regenerate", "a.jsonl", "--out", "x", "--greedy-share", "2"], ["greedy_share"]),
         (["data", "regenerate", "a.jsonl", "--out", "x", "--limit", "0"], ["limit is 0"]),

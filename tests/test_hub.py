@@ -330,8 +330,8 @@ def test_cache_place_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_the_shipped_drafter_goes_by_name_whatever_directory_it_lies_in() -> None:
     spec = hub.default_drafter(hub.DEFAULT_TARGET)
-    assert spec == "lookup+smollm2-135m-hyflash"
-    for part in (hub.drafter_parts(spec)[1], "hyflash:smollm2-135m-hyflash"):
+    assert spec == "lookup+smollm2-135m-ngram+smollm2-135m-hyflash"
+    for part in (*hub.drafter_parts(spec)[1:], "hyflash:smollm2-135m-hyflash"):
         folder = hub.checkpoint_dir(part)
         assert folder is not None
         assert (folder / "model.safetensors").stat().st_size <= 25 * 2**20

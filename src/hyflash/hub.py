@@ -26,7 +26,7 @@ from pathlib import Path
 from hyflash.errors import UserError, nearest, reason
 
 DEFAULT_TARGET = "smollm2-135m"
-_SHIPPED = {DEFAULT_TARGET: "smollm2-135m-hyflash"}
+_SHIPPED = {DEFAULT_TARGET: ("smollm2-135m-ngram", "smollm2-135m-hyflash")}
 _CONVERSION = 1
 """Version of the converted layout; raise it when `_convert` changes what it writes."""
 
@@ -148,7 +148,7 @@ def resolve_target(spec: str, *, report: Progress | None = None) -> str:
 
 def shipped(name: str) -> Path | None:
     """The directory of a drafter that ships with hyflash, by its name; None for any other name."""
-    if name not in _SHIPPED.values():
+    if not any(name in names for names in _SHIPPED.values()):
         return None
     package = Path(__file__).parent
     for parent in (package / "checkpoints", package.parents[1] / "checkpoints"):
@@ -158,12 +158,11 @@ def shipped(name: str) -> Path | None:
 
 
 def default_drafter(target: str) -> str:
-    """What runs when no drafter is named: lookup with the shipped drafter where there is one, else lookup.
+    """What runs when no drafter is named: lookup with the shipped drafters where there are some, else lookup.
 
     It goes by name, not by path: a path with a "+" in it could not be part of a composition.
     """
-    name = _SHIPPED.get(target)
-    return f"lookup+{name}" if name is not None and shipped(name) else "lookup"
+    return "+".join(["lookup", *(name for name in _SHIPPED.get(target, ()) if shipped(name))])
 
 
 def drafter_parts(spec: str) -> list[str]:

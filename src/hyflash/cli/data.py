@@ -199,6 +199,58 @@ def capture(
 
 
 @app.command()
+def ngrams(
+    answers: Annotated[list[Path], typer.Argument(help="Answers files of `hyflash data regenerate`.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Directory of the drafter to write.")],
+    target: flags.Target = hub.DEFAULT_TARGET,
+    max_context: Annotated[int, typer.Option(help="Most tokens of context, 1 to 3.")] = 3,
+    json: flags.Json = False,
+    quiet: flags.Quiet = False,
+) -> None:
+    """Count an n-gram drafter from the target's answers; `hyflash generate -d lookup+OUT` then drafts with it.
+
+    \b
+    Examples:
+      hyflash data ngrams answers.jsonl --out my-ngrams
+    """
+    if (out / "config.json").exists():
+        raise UserError(f"{out}: holds a drafter already; choose another directory or remove it.")
+
+    from hyflash import checkpoint
+    from hyflash.data.answers import read_answers
+    from hyflash.data.disk import new_directory
+    from hyflash.drafters import ngram
+    from hyflash.environment import provenance
+
+    config = ngram.NgramConfig.parse({"max_context": max_context}, where="hyflash data ngrams")
+    files = [read_answers(path) for path in answers]
+    loaded = loading.load_target(target, TargetOptions(), quiet=quiet)
+    texts = [(answer.prompt_ids, answer.answer_ids) for file in files for answer in file.answers]
+    drafter = ngram.count(texts, config, loaded.model.hooks())
+    info = loaded.model.info
+    counts = {
+        "num_answers": len(texts),
+        "num_tokens": sum(len(answer) for _, answer in texts),
+        "num_entries": len(drafter.keys),
+        "num_bad_rows": sum(file.num_bad for file in files),
+        "num_duplicates": sum(file.num_duplicates for file in files),
+    }
+    card = {
+        "target": {"name": info.name, "fingerprint": info.fingerprint, "family": info.family, "dtype": info.dtype},
+        "drafter": "ngram",
+        "target_layer_ids": [],
+        "data": {"answers": [path.name for path in answers], "sampling": [file.meta.get("sampling") for file in files]},
+        "num_draft_tokens": drafter.max_draft_tokens,
+        "training": counts,
+        "provenance": provenance(),
+    }
+    with new_directory(out) as temp:
+        checkpoint.save(drafter, temp, card=card)
+    _result({"out": str(out), **counts}, json)
+
+
+@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="Answers file or directory of shards.")],
     *,
