@@ -116,7 +116,7 @@ lib.hk_pool_free(handle)
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parent,
     )
     assert done.returncode == 0, done.stderr
