@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +36,8 @@ ROW_FIELDS = {
     "acceptance_by_position",
     "tokens_per_sec",
     "speedup",
+    "draft_ms_per_round",
+    "verify_ms_per_round",
     "ttft_sec",
     "state_bytes",
     "kv_bytes_per_token",
@@ -156,6 +160,18 @@ def test_timed_run_is_exact_and_counts_every_token(target: HFTarget) -> None:
     assert seen == [(i, 6) for i in range(1, 7)]
 
 
+def test_rounds_are_split_into_drafting_and_verifying(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr("hyflash.engine.decode.time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
+    engine = Engine(target, lookup(target), policy=FixedLength(3), max_rows=1)
+    (row,) = run.timed(
+        Engine(target, max_rows=1), [("lookup", engine)], [toy_workload()], SamplingParams(max_tokens=20)
+    )
+    # The clock is read once each round between proposal and forward, between forward and verdict, around the commit.
+    assert row.draft_ms_per_round == pytest.approx(2.0)
+    assert row.verify_ms_per_round == pytest.approx(1.0)
+
+
 def test_acceptance_only_gives_the_same_acceptance_and_no_speed(target: HFTarget) -> None:
     drafter, params = lookup(target), SamplingParams(max_tokens=20, ignore_eos=True)
     engine = Engine(target, drafter, policy=FixedLength(3), max_rows=1)
@@ -163,6 +179,7 @@ def test_acceptance_only_gives_the_same_acceptance_and_no_speed(target: HFTarget
     (fast,) = run.acceptance_only(Engine(target), [("lookup", drafter)], [toy_workload()], params, num_draft_tokens=3)
     assert fast.acceptance == slow.acceptance
     assert (fast.exact, fast.tokens_per_sec, fast.speedup, fast.ttft_sec) == (None, None, None, None)
+    assert (fast.draft_ms_per_round, fast.verify_ms_per_round) == (None, None)
 
 
 def test_speed_is_withheld_when_one_answer_differs(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (answers done, answers in all, what runs now)."""
 
 WARM_UP_TOKENS = 16
+_PARTS = ("draft_ns", "verify_ns")
 REPLAY_TOKENS = 16384
 """Features of at most about this many tokens are held at once."""
 
@@ -62,6 +63,10 @@ class Row:
     tokens_per_sec: Spread | None
     plain_tokens_per_sec: Spread | None
     speedup: Spread | None
+    draft_ms_per_round: float | None
+    """Proposing and committing, mean over rounds."""
+    verify_ms_per_round: float | None
+    """Forwards of the target, mean over rounds."""
     ttft_sec: float | None
     plain_ttft_sec: float | None
     state_bytes: int
@@ -91,6 +96,8 @@ def timed(
     for workload in workloads:
         for engine in engines:  # caches, allocator and clocks settle before anything is timed
             _decode(engine, workload.prompts[0], _short(params))
+            for part in _PARTS:
+                engine.counters[part] = 0
         answers: list[list[Result]] = [[] for _ in engines]
         for i, prompt in enumerate(workload.prompts):
             for at in range(len(engines)):
@@ -101,7 +108,8 @@ def timed(
                     progress(done, total, workload.domain)
         for (name, engine), results in zip(drafted, answers[1:], strict=True):
             assert engine.drafter is not None
-            rows.append(_row((name, engine.drafter), workload, results, answers[0], plain.target))
+            row = _row((name, engine.drafter), workload, results, answers[0], plain.target)
+            rows.append(_with_parts(row, engine) if row.exact else row)
     return rows
 
 
@@ -179,6 +187,8 @@ def as_dict(row: Row) -> dict[str, Any]:
         "speedup": row.speedup.median if row.speedup else None,
         "speedup_p10": row.speedup.p10 if row.speedup else None,
         "speedup_p90": row.speedup.p90 if row.speedup else None,
+        "draft_ms_per_round": row.draft_ms_per_round,
+        "verify_ms_per_round": row.verify_ms_per_round,
         "ttft_sec": row.ttft_sec,
         "plain_ttft_sec": row.plain_ttft_sec,
         "state_bytes": row.state_bytes,
@@ -251,6 +261,8 @@ def _row(named: Named, workload: Workload, results: list[Result], plains: list[R
         tokens_per_sec=_spread(speeds) if exact else None,
         plain_tokens_per_sec=_spread(plain_speeds) if plain_speeds else None,
         speedup=_spread([a / b for a, b in zip(speeds, plain_speeds, strict=True) if b > 0]) if exact else None,
+        draft_ms_per_round=None,
+        verify_ms_per_round=None,
         ttft_sec=quantile([r.ttft_sec for r in results], 0.5) if plains is not None else None,
         plain_ttft_sec=quantile([r.ttft_sec for r in plains], 0.5) if plains is not None else None,
         state_bytes=cost.state_bytes,
@@ -258,6 +270,12 @@ def _row(named: Named, workload: Workload, results: list[Result], plains: list[R
         measured_bytes=max(r.draft_state_bytes for r in results),
         results=tuple(results),
     )
+
+
+def _with_parts(row: Row, engine: Engine) -> Row:
+    """The row with what the engine's counters say of the parts of a round."""
+    draft, verify = (engine.counters[part] / 1e6 / max(1, row.acceptance.num_rounds) for part in _PARTS)
+    return replace(row, draft_ms_per_round=draft, verify_ms_per_round=verify)
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

@@ -262,8 +262,11 @@ class Engine:
             self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
         else:
             self._commit_later(running, kept, out.features, rows.lengths)
+        draft_sec = drafted - began + time.perf_counter() - ready
+        self.counters["draft_ns"] += round(1e9 * draft_sec)
+        self.counters["verify_ns"] += round(1e9 * (verified - drafted))
         self.policy.observe_times(
-            draft_sec=drafted - began + time.perf_counter() - ready if asked else 0.0,
+            draft_sec=draft_sec if asked else 0.0,
             verify_sec=verified - drafted,
             width=len(rows.tokens),
             num_rows=len(running),
