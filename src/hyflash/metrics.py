@@ -146,6 +146,11 @@ def difference_interval(
     return _bootstrap(len(left), lambda picks: _pooled(left, picks) - _pooled(right, picks), seed, level, num_samples)
 
 
+def mean_over_domains(taus: Sequence[float]) -> float:
+    """The plain mean of the tau of several domains, each of which counts alike; `taus` must not be empty."""
+    return sum(taus) / len(taus)
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """Quantile `q` in 0..1 by linear interpolation between order statistics; `values` must not be empty."""
     ordered = sorted(values)

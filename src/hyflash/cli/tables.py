@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hyflash.cli.report import size
+from hyflash.metrics import mean_over_domains
 
 
 def print_rows(table: dict[str, Any]) -> None:
@@ -113,7 +114,7 @@ def _means(rows: list[dict[str, Any]]) -> list[str]:
         groups.setdefault((row["drafter"], row["context"]), []).append(row["tau"])
     return [
         f"{_place({'domain': f'mean of {len(taus)} domains', 'context': context})}: {drafter} tau "
-        f"{sum(taus) / len(taus):.3f}"
+        f"{mean_over_domains(taus):.3f}"
         for (drafter, context), taus in groups.items()
         if len(taus) > 1
     ]
