@@ -106,12 +106,14 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(tree(path)) or not tree(path).body
 
 
-@pytest.mark.parametrize("command", [["--help"], ["generate", "--help"], ["train", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["--help"], ["generate", "--help"], ["train", "--help"], ["report", "--help"]], ids=" ".join
+)
 def test_help_imports_no_torch(command: list[str]) -> None:
     code = (
         "import sys; from hyflash.cli import main\n"
         f"code = main({command!r})\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -60,7 +60,7 @@ def _blocks(group: Group, name: str) -> list[Block]:
         ),
         _taus(group, domains),
     ]
-    if differences := _differences(group, list(domains)):
+    if differences := _differences(group):
         blocks.append(differences)
     if by_position := _positions(domains):
         blocks.append(
@@ -126,26 +126,27 @@ def _means(rows: Sequence[BenchRow | None]) -> tuple[str, str]:
     )
 
 
-def _differences(group: Group, domains: Sequence[str]) -> Table | None:
+def _differences(group: Group) -> Table | None:
     """Paired differences as the runs hold them."""
+    places = group.places(stretched=False)
     found: dict[tuple[str, str], dict[str, str]] = {}
     runs: dict[tuple[str, str], list[int]] = {}
     for run in group.runs:
         assert isinstance(run.line, Bench)
+        prompts = {row.domain: row.prompts_sha256 for row in run.line.results if row.context is None}
         for one in run.line.differences:
-            if one.context is None:
+            if one.context is None and one.domain in prompts:
                 pair = group.label(run.number, one.drafter), group.label(run.number, one.against)
                 cell = interval(one.tau_difference, *one.interval, "{:+.3f}", "{:+.2f}")
-                found.setdefault(pair, {})[one.domain] = cell
+                found.setdefault(pair, {})[places[one.domain, prompts[one.domain]]] = cell
                 runs.setdefault(pair, []).append(run.number)
     if not found:
         return None
-    named = [domain.partition(" (prompts ")[0] for domain in domains]
     return table(
         "Paired differences of tau [95 %]",
-        ["<drafter", "<against", *dict.fromkeys(named), "#runs"],
+        ["<drafter", "<against", *places.values(), "#runs"],
         [
-            (*pair, *(cells.get(domain, NONE) for domain in dict.fromkeys(named)), numbers(runs[pair]))
+            (*pair, *(cells.get(label, NONE) for label in places.values()), numbers(runs[pair]))
             for pair, cells in found.items()
         ],
     )
@@ -181,7 +182,7 @@ def _positions(domains: dict[str, Rows]) -> tuple[Panel, ...]:
 
 def _judged(row: BenchRow) -> list[tuple[float, bool]]:
     """Rate by position, and whether it was judged often enough."""
-    pairs = zip(row.acceptance_by_position, row.num_judged_by_position, strict=False)
+    pairs = zip(row.acceptance_by_position, row.num_judged_by_position, strict=True)
     return [(rate, judged >= MIN_JUDGED) for rate, judged in pairs]
 
 
@@ -202,7 +203,7 @@ def _details(domains: dict[str, Rows]) -> Table:
 
 
 def _by_position(row: BenchRow, most: int) -> list[str]:
-    pairs = zip(row.acceptance_by_position, row.num_judged_by_position, strict=False)
+    pairs = zip(row.acceptance_by_position, row.num_judged_by_position, strict=True)
     cells = [f"{rate:.3f} ({count(judged)})" for rate, judged in pairs]
     return cells + [NONE] * (most - len(cells))
 

@@ -55,8 +55,8 @@ class Group:
         """The name of the entry that this drafter of this run went into."""
         return next(e.label for e in self.entries if e.drafter == drafter and run in e.runs)
 
-    def domains(self, *, stretched: bool) -> dict[str, list[tuple[Entry, BenchRow]]]:
-        """Rows by domain: of prompts as they are, or of those stretched to contexts."""
+    def places(self, *, stretched: bool) -> dict[tuple[str, str], str]:
+        """Label of each domain: of prompts as they are, with their hash where one domain had several; or stretched."""
         keys = dict.fromkeys(
             (domain, "" if stretched else sha)
             for entry in self.entries
@@ -65,13 +65,20 @@ class Group:
         )
         names = [domain for domain, _ in keys]
         return {
-            domain if names.count(domain) == 1 else f"{domain} (prompts {sha[:6]})": [
+            (domain, sha): domain if names.count(domain) == 1 else f"{domain} (prompts {sha[:6]})"
+            for domain, sha in keys
+        }
+
+    def domains(self, *, stretched: bool) -> dict[str, list[tuple[Entry, BenchRow]]]:
+        """Rows by the labels of `places`."""
+        return {
+            label: [
                 (entry, row)
                 for entry in self.entries
                 for (d, context, s), row in entry.rows.items()
                 if d == domain and (context is not None) == stretched and (stretched or s == sha)
             ]
-            for domain, sha in keys
+            for (domain, sha), label in self.places(stretched=stretched).items()
         }
 
 

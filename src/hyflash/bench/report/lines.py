@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hyflash.errors import UserError
 
@@ -89,6 +89,13 @@ class BenchRow(_Fields):
     forks: tuple[Fork, ...]
     prompts_sha256: str
 
+    @model_validator(mode="after")
+    def _counts_belong_to_rates(self) -> Self:
+        rates, counts = len(self.acceptance_by_position), len(self.num_judged_by_position)
+        if rates != counts:
+            raise ValueError(f"acceptance_by_position has {rates} values and num_judged_by_position {counts}")
+        return self
+
     @property
     def tau_bounds(self) -> Bounds:
         """The interval of tau; none over a single prompt."""
@@ -145,7 +152,7 @@ class CostRow(_Fields):
     engine: str
     weights: str
     context: int
-    width: int
+    width: int = Field(ge=1)
     ms_median: float
     ms_min: float
     floor_ms: float = Field(gt=0)
@@ -280,7 +287,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
     for path in _unique(paths):
         for number, value in _objects(path):
             line = _recognise(value, f"{path}:{number}")
-            same = json.dumps(value, sort_keys=True)
+            same = json.dumps(value, sort_keys=True, ensure_ascii=False)
             if same not in runs:
                 runs[same] = Run(number=len(runs) + 1, source=f"{path}:{number}", line=line)
     return list(runs.values())
@@ -297,7 +304,7 @@ def _unique(paths: Sequence[Path]) -> list[Path]:
 def _objects(path: Path) -> Iterator[tuple[int, Any]]:
     """Line numbers and values: one object a line, or one object over the whole file, as `jq` prints it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as err:
         raise UserError(f"{path}: cannot be read ({err.strerror or err}); {EXPECTED}.") from err
     except UnicodeDecodeError as err:
@@ -309,10 +316,12 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         lines = [(lines[0][0], text)]
     for number, line in lines:
         try:
-            yield number, json.loads(line)
+            value = json.loads(line)
+            json.dumps(value, ensure_ascii=False).encode()  # refuses halves of surrogate pairs, which no file can hold
         except (ValueError, RecursionError) as err:
             at = f" (character {err.pos + 1}: {err.msg})" if isinstance(err, json.JSONDecodeError) else ""
-            raise UserError(f"{path}:{number}: not JSON{at}; {EXPECTED}.") from err
+            raise UserError(f"{path}:{number}: no JSON in valid Unicode{at}; {EXPECTED}.") from err
+        yield number, value
 
 
 def _recognise(value: Any, where: str) -> Line:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from hyflash import __version__
+import hyflash
 from hyflash.bench.report import acceptance, costs, exactness, groups, html, lines, markdown, plots, provenance, speed
 from hyflash.bench.report.lines import Run
 from hyflash.bench.report.page import MARK, Report
@@ -38,8 +38,8 @@ def gather(runs: Sequence[Run]) -> Report:
     targets = list(dict.fromkeys(run.line.target for run in runs if run.line.target))
     return Report(
         title=f"Results on {targets[0]}" if len(targets) == 1 else "Results",
-        intro=f"From {len(runs)} line{'s' * (len(runs) != 1)} of result files, by hyflash {__version__}. Numbers are "
-        "those of the lines; where each comes from stands at the end.",
+        intro=f"From {len(runs)} line{'s' * (len(runs) != 1)} of result files, by hyflash {hyflash.__version__}. "
+        "Numbers are those of the lines; where each comes from stands at the end.",
         sections=tuple(section for section in found if section is not None),
     )
 

@@ -150,7 +150,7 @@ def _figure(new: type[Figure], panels: Sequence[Panel], *, columns: int, scale: 
 
 def _legend(panels: Sequence[Panel]) -> list[Series]:
     """Each label once; none for a single one, which the axis names already."""
-    found = {series.label: series for panel in panels for series in panel.series}
+    found = {series.label: series for panel in panels for series in panel.series if series.points}
     single_rows = len(found) == 1 and panels[0].names
     return [] if single_rows else list(found.values())
 

@@ -51,7 +51,7 @@ _CURVES: tuple[tuple[str, str, str, Value], ...] = (
     (
         "bytes",
         "Most the drafter held for one request, by context.",
-        "KiB",
+        "drafter (KiB)",
         lambda r: (r.measured_bytes / 1024, None, None),
     ),
 )
