@@ -53,6 +53,7 @@ _STYLE: dict[str, Any] = {
     "legend.handlelength": 3.2,
     "lines.linewidth": 1.6,
     "lines.markersize": 5.0,
+    "figure.constrained_layout.w_pad": 0.1,
     "svg.fonttype": "none",
     "path.simplify": False,
 }

@@ -7,6 +7,7 @@ was equal to the plain one; the others have their forks listed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hyflash.bench.report.groups import Entry, Group
 from hyflash.bench.report.lines import BenchRow
@@ -40,15 +41,26 @@ Rows = list[tuple[Entry, BenchRow]]
 Value = Callable[[BenchRow], tuple[float | None, float | None, float | None]]
 """A row's value, and its interval where it has one."""
 
-_CURVES: tuple[tuple[str, str, str, Value], ...] = (
-    ("tau", "Acceptance length tau by context.", "tau (tokens per forward)", lambda r: (r.tau, *r.tau_bounds)),
-    (
-        "speed",
-        "Speed-up over plain decoding by context.",
-        "speed-up",
-        lambda r: (r.speedup, *r.speedup_bounds),
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """What is drawn over the context."""
+
+    name: str
+    caption: str
+    unit: str
+    value: Value
+    reference: float | None = None
+
+
+_CURVES = (
+    _Curve(
+        "tau", "Acceptance length tau by context.", "tau (tokens per forward)", lambda r: (r.tau, *r.tau_bounds), 1.0
     ),
-    (
+    _Curve(
+        "speed", "Speed-up over plain decoding by context.", "speed-up", lambda r: (r.speedup, *r.speedup_bounds), 1.0
+    ),
+    _Curve(
         "bytes",
         "Most the drafter held for one request, by context.",
         "drafter (KiB)",
@@ -78,11 +90,11 @@ def contexts(groups: Sequence[Group]) -> Section | None:
     for index, group in enumerate((g for g in groups if g.domains(stretched=True)), 1):
         domains = group.domains(stretched=True)
         blocks.append(Heading(group.title))
-        for name, caption, unit, value in _CURVES:
-            panels = tuple(_curve(domain, rows, unit, value, group) for domain, rows in domains.items())
+        for curve in _CURVES:
+            panels = tuple(_panel(curve, domain, rows, group) for domain, rows in domains.items())
             panels = tuple(panel for panel in panels if panel.series)
             if panels:
-                blocks.append(Chart(name=f"contexts-{index}-{name}", caption=caption, panels=panels))
+                blocks.append(Chart(name=f"contexts-{index}-{curve.name}", caption=curve.caption, panels=panels))
         blocks.append(_table(domains, stretched=True))
         blocks += _forks(domains)
     return Section(anchor="contexts", title="Contexts", blocks=tuple(blocks)) if len(blocks) > 1 else None
@@ -102,17 +114,18 @@ def _dots(domain: str, rows: Rows) -> Panel | None:
     )
 
 
-def _curve(domain: str, rows: Rows, unit: str, value: Value, group: Group) -> Panel:
+def _panel(curve: _Curve, domain: str, rows: Rows, group: Group) -> Panel:
     labels = [entry.label for entry in group.entries]
     found: dict[str, list[Point]] = {}
     for entry, row in rows:
-        middle, low, high = value(row)
+        middle, low, high = curve.value(row)
         if middle is not None and row.context is not None:
             found.setdefault(entry.label, []).append(Point(row.context, middle, low, high))
     return Panel(
         title=domain,
         x_label="context (tokens)",
-        y_label=unit,
+        y_label=curve.unit,
+        reference=curve.reference,
         x_ticks=tuple(sorted({p.x for points in found.values() for p in points})),
         series=tuple(
             Series(label=label, points=tuple(sorted(points, key=lambda p: p.x)), style=labels.index(label))
