@@ -281,7 +281,7 @@ def test_the_training_forward_at_an_anchor_is_the_serving_proposal(name: str, ta
             tokens[b, n + 1 : n + 1 + depth] = torch.tensor(row)
         with torch.no_grad():
             out = drafter(replace(batch, tokens=tokens, anchors=torch.tensor(upto)[:, None]))
-            predicted = target.hooks().head(out.hidden[:, 0]).argmax(-1)
+            predicted = drafter.logits(out)[:, 0].argmax(-1)
         assert predicted.tolist() == proposal
         assert out.labels[:, 0].tolist() == proposal
         assert out.mask.all()

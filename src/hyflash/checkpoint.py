@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hyflash import drafters, hub
 from hyflash.core import TargetHooks, TargetInfo
-from hyflash.drafters import zlab
+from hyflash.drafters import zlab, zlab_heads
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.compose import Composite
@@ -87,7 +87,7 @@ def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
     path = hub.user_path(directory)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     if "hyflash" not in config:
-        zlab.read_config(config, info, where=str(path / CONFIG))
+        zlab_heads.read_config(config, info, where=str(path / CONFIG))
         return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
     facts = _target_facts(config["hyflash"], info, path)
     if made_for(facts, info):
@@ -174,13 +174,14 @@ def _load_one(spec: str, hooks: TargetHooks) -> Drafter:
     if "hyflash" in config:
         own, values = _own_block(config["hyflash"], hooks.info, path)
     else:
-        own, values = "dflash", zlab.read_config(config, hooks.info, where=where)
+        own, values = zlab_heads.read_config(config, hooks.info, where=where)
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
     options = method.Config.parse(method.import_config(values) if upgrade else values, where=where)
     drafter = method(options, hooks)
-    weights = method.import_weights(_read_weights(path), drafter.config)
+    weights = zlab_heads.without_copies(_read_weights(path), hooks, where=str(path))
+    weights = method.import_weights(weights, drafter.config)
     _fill(drafter, weights, where=str(path), optional=method.optional_tensors if upgrade else ())
     return drafter
 

@@ -349,6 +349,7 @@ class TrainBatch:
     anchor_mask: Tensor  # (B, A) bool, anchor is real
     weights: Tensor  # (B, A) float32, loss weight of the anchor (loops count less)
     ids: tuple[str, ...] = ()  # sequence ids, for error messages
+    progress: float = 1.0  # share of the training's budget that is used, for losses that change; 1 outside training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +369,15 @@ class LossTerms:
     numerator: Tensor  # () float32, with gradient
     denominator: Tensor  # () float32, without gradient
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # name -> (numerator, denominator)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What proposals stated and how they fared, round after round; for drafters that calibrate their confidence."""
+
+    confidence: Tensor  # (N, L) float32 as proposed, 0 behind the drafts
+    num_drafted: Tensor  # (N,) int64
+    num_accepted: Tensor  # (N,) int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,13 +13,16 @@ _NOT_METHODS = {
     "compose",
     "block_config",
     "block_model",
+    "confidence",
     "context",
+    "logit_drafter",
     "objective",
     "packed_drafter",
     "late",
     "packing",
     "vocab",
     "zlab",
+    "zlab_heads",
 }
 
 

@@ -14,7 +14,17 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
+from hyflash.core import (
+    Commit,
+    DraftCost,
+    DraftOutput,
+    DraftRequest,
+    LossTerms,
+    Outcomes,
+    Proposal,
+    TargetHooks,
+    TrainBatch,
+)
 from hyflash.errors import HyflashError
 from hyflash.ops.kernels import Kernels
 from hyflash.options import Options
@@ -63,6 +73,10 @@ class Drafter(nn.Module, ABC):
     target_layer_ids: tuple[int, ...] = ()
     weighs_prices: ClassVar[bool] = False
     """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
+    cuts_by_prices: bool = False
+    """Whether `propose` may cut what the length policy asked for, by `DraftRequest.prices` and its own confidence."""
+    calibrates: bool = False
+    """Whether `calibrate` has something to fit."""
     max_draft_tokens: int = 0
     """Most tokens one proposal can hold."""
     max_positions: int | None = None
@@ -114,6 +128,14 @@ class Drafter(nn.Module, ABC):
     def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
         """Training loss as sums."""
         raise HyflashError(f"{type(self).__module__} is training-free.")
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        """Logits (B, A, L, V) of a training forward over the whole vocabulary; serving picks among the same."""
+        return self.hooks.head(out.hidden)
+
+    def calibrate(self, outcomes: Outcomes) -> dict[str, float]:
+        """Fit the stated confidence to how proposals fared on held-out texts; returns figures for the log."""
+        return {}
 
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
         """Closed-form start from a few batches, where the method has one; returns figures for the log."""

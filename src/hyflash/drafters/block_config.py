@@ -37,6 +37,9 @@ class DFlashConfig(DrafterConfig):
     window_counts_slots: bool = Field(
         default=False, description="imported checkpoints: slot k sees anchor + k - window < t < anchor instead"
     )
+    sample_from_anchor: bool = Field(
+        default=False, description="the anchor's slot drafts the first token: one slot fewer for as many drafts"
+    )
     causal_block: bool = Field(default=False, description="slots see no later slot (not in full_layers)")
     full_layers: tuple[int, ...] = Field(default=(), description="layers that ignore the window and causal_block")
     hidden_size: int = Field(default=0, ge=0, description="width; the target's (0), which owns embedding and head")
@@ -78,6 +81,16 @@ class DFlashConfig(DrafterConfig):
     def taps(self) -> tuple[int, ...]:
         """Resolved target_layer_ids."""
         return self.target_layer_ids or ()
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that drafts the token after the anchor; slot 0 is the anchor's."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block, the anchor's included."""
+        return self.num_draft_tokens + self.first_slot
 
     @property
     def needs_final_tap_for_loss(self) -> bool:

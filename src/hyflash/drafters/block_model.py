@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hyflash.core import TargetHooks
+from hyflash.core import DraftOutput, TargetHooks
 from hyflash.drafters import zlab
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.packed_drafter import PackedDrafter
 from hyflash.drafters.packing import PackingDrafter
-from hyflash.drafters.vocab import HeadRows, ReducedHead
+from hyflash.drafters.vocab import HeadRows, ReducedHead, full_head
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import (
     DraftLayer,
@@ -132,20 +132,30 @@ class BlockModel(PackingDrafter):
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.hooks.embed(tokens).detach().to(self.fc.weight.dtype)
 
+    def logits(self, out: DraftOutput) -> Tensor:
+        """Logits (B, A, L, V) of a training forward, in the head's dtype."""
+        return full_head(self.hooks, out.hidden)
+
     def _slot_inputs(self, tokens: Tensor, before: Tensor, packed: PackedDrafter | None = None) -> Tensor:
-        """Block inputs (B, A, 1 + L, D) of anchor tokens (B, A) and start taps at anchor - 1 (B, A, C', D)."""
+        """Block inputs (B, A, S, D) of anchor tokens (B, A) and start taps at anchor - 1 (B, A, C', D).
+
+        A closed-form start makes the input of every slot that drafts, and has read the anchor for it.
+        """
+        cfg = self.config
         anchor = self._embed(tokens)
         if self.ridge is not None:
             start = self.ridge if packed is None else packed.start
             slots = start(before, anchor).to(anchor.dtype)
+            if cfg.sample_from_anchor:
+                return slots
         else:
-            mask = self._embed(torch.tensor(self.config.mask_token_id, device=tokens.device))
-            slots = mask.expand(*tokens.shape, self.config.num_draft_tokens, -1)
+            mask = self._embed(torch.tensor(cfg.mask_token_id, device=tokens.device))
+            slots = mask.expand(*tokens.shape, cfg.num_slots - 1, -1)
         return torch.cat((anchor[:, :, None], slots), dim=2)
 
     def _block_tables(self, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotary tables (B, A, 1 + L, K) of blocks at anchors (B, A)."""
-        slots = torch.arange(1 + self.config.num_draft_tokens, device=anchors.device)
+        """Rotary tables (B, A, S, K) of blocks at anchors (B, A)."""
+        slots = torch.arange(self.config.num_slots, device=anchors.device)
         return rope_tables(anchors[..., None] + slots, dim=self.config.head_dim, theta=self.config.rope_theta)
 
     def _mask(self, positions: Tensor, anchors: Tensor, window: Tensor | None) -> Tensor:
@@ -153,12 +163,12 @@ class BlockModel(PackingDrafter):
             positions,
             anchors,
             window=window,
-            num_slots=1 + self.config.num_draft_tokens,
+            num_slots=self.config.num_slots,
             counts_slots=self.config.window_counts_slots,
         )
 
     def _run(self, x: Tensor, contexts: list[LayerContext]) -> Tensor:
-        """Layers and final norm: slots (B, A, 1 + L, D) -> (B, A, L, D). The anchor's slot ends with the last layer."""
+        """Layers and final norm: slots (B, A, S, D) -> (B, A, L, D). One that drafts nothing ends with the last."""
         for i, (layer, context) in enumerate(zip(self._layers(), contexts, strict=True)):
-            x = layer(x, context, 1 if i == len(contexts) - 1 else 0)
+            x = layer(x, context, self.config.first_slot if i == len(contexts) - 1 else 0)
         return x if self.norm is None else self.norm(x)

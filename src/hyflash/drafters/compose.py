@@ -222,6 +222,7 @@ class Composite(Drafter):
         part, prices = self._drafters[p], request.prices
         asked = _subset(request, members=members, limit=part.max_draft_tokens)
         self._catch_up(state, asked.rows, p)
+        asked = replace(asked, prices=None)  # drafts are cut here, for all parts alike
         began = time.perf_counter()
         proposal, buckets = part.propose(state.parts[p], asked), part.buckets(state.parts[p], asked)
         if part.target_layer_ids:

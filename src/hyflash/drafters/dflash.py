@@ -19,7 +19,7 @@ from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
-from hyflash.drafters.objective import at_positions, block_loss
+from hyflash.drafters.objective import PLAIN, HeadTraining, at_positions, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.vocab import ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError
@@ -97,7 +97,16 @@ class DrafterImpl(BlockModel):
         """Weighted sum of row losses over labelled positions, with accuracy per position and teacher-forced tau."""
         target = self._target_hidden(batch) if self.config.needs_final_tap_for_loss else None
         reduced = None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
-        return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target)
+        extra = self._head_training(out, batch)
+        return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target, extra=extra)
+
+    def _head_training(self, out: DraftOutput, batch: TrainBatch) -> HeadTraining:
+        """What a head of the drafter's own brings into the loss; DFlash has none."""
+        return PLAIN
+
+    def _logit_table(self) -> Tensor | None:
+        """Rows (V, R) of a low-rank addition to the logits; DFlash has none."""
+        return None
 
     def _target_hidden(self, batch: TrainBatch) -> Tensor:
         """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
@@ -163,7 +172,8 @@ class DrafterImpl(BlockModel):
             gru=self.correction if isinstance(self.correction, GRUCorrection) else None,
             norm=self.norm,
             mask=None if self.ridge is not None else self._embed(torch.tensor(self.config.mask_token_id)),
-            num_slots=1 + self.config.num_draft_tokens,
+            num_slots=self.config.num_slots,
+            first_slot=self.config.first_slot,
             hooks=self.hooks,
         )
         if self._head_packs():
@@ -251,27 +261,35 @@ class DrafterImpl(BlockModel):
             return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
         head = self._serving_head(own, request)
-        if self.correction is None:
-            logits = head.logits(hidden)
-        else:
-            logits = head.corrected(hidden, request.anchors, self.correction, self._embed)
+        logits, stated = self._draft(hidden, head, request.anchors)
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
         step = torch.arange(depth, device=columns.device)
         real = step < torch.tensor(lengths, device=columns.device)[:, None]
         return Proposal(
-            tokens=head.token_ids(columns) * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut
+            tokens=head.token_ids(columns) * real,
+            lengths=lengths,
+            confidence=(probs if stated is None else stated) * real,
+            num_nonfinite=cut,
         )
 
+    def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, L, M) of hidden (B, L, D), and finite confidences (B, L); None: the tokens' own probabilities."""
+        if self.correction is None:
+            return head.logits(hidden), None
+        return head.corrected(hidden, anchors, self.correction, self._embed), None
+
     def _head_packs(self) -> bool:
-        """Whether the kernels can do a whole pass: an embedding they can read, a reduced vocabulary, at most a GRU."""
+        """Whether the kernels can do a whole pass: an embedding they can read, a reduced vocabulary, at most a GRU,
+        and an anchor that drafts nothing."""
         known = self.correction is None or isinstance(self.correction, GRUCorrection)
+        known = known and not self.config.sample_from_anchor
         return known and self.draft_ids is not None and self.hooks.table is not None
 
     def _reduced_head(self) -> ReducedHead:
         if self.draft_ids is None or self._rows is None:
             raise HyflashError("this drafter uses the full vocabulary.")
         if self._head is None:
-            self._head = ReducedHead(self._rows, self.draft_ids)
+            self._head = ReducedHead(self._rows, self.draft_ids, self._logit_table())
         return self._head
 
     def _room(self, state: BlockState, row: int, asked: int) -> int:
@@ -281,13 +299,15 @@ class DrafterImpl(BlockModel):
 
     def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
         if self.draft_ids is None:
-            return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None)
+            table = self._logit_table()
+            tables = () if table is None else (table,)
+            return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None, tables=tables)
         return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], request.anchors)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `State.nbytes` counts them; FLOPs of one full block and of one committed token."""
         cfg, shape = self.config, self._shape()
-        dim, slots = cfg.hidden_size, 1 + cfg.num_draft_tokens
+        dim, slots = cfg.hidden_size, cfg.num_slots
         state_bytes = sum(t.nbytes for t in self._fixed(1).values())
         state_bytes += sum(width * shape.token_bytes for width in self.windows)
         seen = sum(min(width, context_tokens) if width else context_tokens for width in self.windows)

@@ -240,6 +240,6 @@ class DrafterImpl(dflash.DrafterImpl):
         for memory in self._memories():
             width, square = memory.heads * memory.head_dim, memory.heads * memory.head_dim**2
             dim = self.config.hidden_size
-            propose += 2 * (1 + self.config.num_draft_tokens) * (3 * dim * width + square)
+            propose += 2 * self.config.num_slots * (3 * dim * width + square)
             commit += 2 * dim * (2 * width + 2 * memory.heads) + 6 * square
         return propose, commit

@@ -6,17 +6,33 @@ With a reduced vocabulary the loss sees its static list and the batch's labels, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hyflash.core import DraftOutput, LossTerms, TargetHooks, TrainBatch
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.vocab import HeadRows, full_head, head_logits, training_vocab
-from hyflash.ops.losses import Head, decay_weights, dpace_weights, head_losses, leading_run
+from hyflash.ops.losses import Addition, Head, RowLosses, decay_weights, dpace_weights, head_losses, leading_run
 
 Reduced = tuple[HeadRows, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTraining:
+    """What a head of the drafter's own brings into the objective."""
+
+    latent: Tensor | None = None  # (B, A, L, R): `latent @ table.T` is added to the logits
+    table: Tensor | None = None  # (V, R)
+    base_share: float = 0.0  # of the loss, on the logits without the addition
+    confidence: Tensor | None = None  # (B, A, L) logits of P(draft accepted), learnt from the overlap with the target
+    confidence_weight: float = 0.0
+
+
+PLAIN = HeadTraining()
 
 
 def block_loss(
@@ -27,6 +43,7 @@ def block_loss(
     hooks: TargetHooks,
     reduced: Reduced | None,
     target: Tensor | None,
+    extra: HeadTraining = PLAIN,
 ) -> LossTerms:
     """Sum of row losses times position and anchor weights, over labelled positions.
 
@@ -36,14 +53,20 @@ def block_loss(
     """
     mask = out.mask
     labels = out.labels[mask]
-    head, index = _head(hooks, reduced, labels)
+    head, index, ids = _head(hooks, reduced, labels)
+    addition = None
+    if extra.latent is not None and extra.table is not None:
+        table = extra.table if ids is None else extra.table[ids]
+        addition = Addition(latent=extra.latent[mask], table=table, base_share=extra.base_share)
     rows = head_losses(
         out.hidden[mask],
         index,
         head=head,
         kind=config.loss,
         target_hidden=None if target is None else target[mask],
+        addition=addition,
     )
+    loss, metrics = _with_confidence(rows, mask, extra)
     prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
     hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
     if config.dpace:
@@ -52,23 +75,40 @@ def block_loss(
         position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
     weights = (position * batch.weights[..., None])[mask]
     counted = mask[..., 0]
-    metrics = {"tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
+    metrics["tau"] = (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))
     for k in range(mask.shape[-1]):
         metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
-    return LossTerms(numerator=(rows.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
+    return LossTerms(numerator=(loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
 
 
-def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[Head, Tensor]:
-    """The head to train against and each label's column in it."""
+def _with_confidence(
+    rows: RowLosses, mask: Tensor, extra: HeadTraining
+) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """Loss per row (N,) with that of the confidence, and its metrics: mean error and its mean size."""
+    if extra.confidence is None or not extra.confidence_weight:
+        return rows.loss, {}
+    stated = extra.confidence[mask].float()
+    wrong = F.binary_cross_entropy_with_logits(stated, rows.overlap, reduction="none")
+    error, count = stated.detach().sigmoid() - rows.overlap, float(len(stated))
+    metrics = {
+        "confidence_bias": (float(error.sum()), count),
+        "confidence_error": (float(error.abs().sum()), count),
+        "overlap": (float(rows.overlap.sum()), count),
+    }
+    return rows.loss + extra.confidence_weight * wrong, metrics
+
+
+def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[Head, Tensor, Tensor | None]:
+    """The head to train against, each label's column in it, and the ids of the columns (None: all in order)."""
     if reduced is None:
-        return partial(full_head, hooks), labels
+        return partial(full_head, hooks), labels, None
     rows, static = reduced
     ids, index = training_vocab(static, labels)
     weight, bias = rows(ids)
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))  # once, not once a chunk
-    return partial(head_logits, weight=weight, bias=bias), index
+    return partial(head_logits, weight=weight, bias=bias), index, ids
 
 
 def at_positions(values: Tensor, positions: Tensor) -> Tensor:

@@ -181,6 +181,7 @@ class PackedDrafter:
         norm: RMSNorm | None,
         mask: Tensor | None,
         num_slots: int,
+        first_slot: int,
         hooks: TargetHooks,
     ) -> None:
         self._kernels, self._layers = kernels, tuple(layers)
@@ -199,7 +200,8 @@ class PackedDrafter:
         if ridge is not None:
             self._start = [kernels.pack(part) for part in ((ridge.down, ridge.up) if ridge.rank > 0 else (ridge.up,))]
             self._ones = torch.ones(ridge.num_inputs)
-        self._norm, self._mask, self._num_slots, self._hooks = norm, mask, num_slots, hooks
+        self._norm, self._mask, self._hooks = norm, mask, hooks
+        self._num_slots, self._first_slot = num_slots, first_slot
         self._gru, self._gru_eps = None, 0.0
         if gru is not None:
             inputs, own = (kernels.pack_rows(gru.gru.get_parameter(f"weight_{kind}_l0")) for kind in ("ih", "hh"))
@@ -234,11 +236,11 @@ class PackedDrafter:
         return x.view(*x.shape[:-1], ridge.num_slots, ridge.dim)
 
     def run(self, x: Tensor, state: BlockState, rows: Sequence[int]) -> Tensor:
-        """All layers: slots (B, 1 + L, D) -> (B, L, D). The anchor's slot ends with the last layer."""
+        """All layers: slots (B, S, D) -> (B, L, D). A slot that drafts nothing ends with the last layer."""
         seen = [self._seen(state, row) for row in rows]
         for i, packed in enumerate(self._layers):
             rings, memories = zip(*[own[i] for own in seen], strict=True)
-            first = 1 if i == len(self._layers) - 1 else 0
+            first = self._first_slot if i == len(self._layers) - 1 else 0
             x = run_layer(self._kernels, packed.layer, x, rings, memories, first)
         return x
 

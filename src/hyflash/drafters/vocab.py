@@ -3,6 +3,7 @@
 On a small target the head is most of a draft pass. A reduced head has a static list of frequent tokens and adds
 every token already seen in this context, which covers more than a list twice as long (FR-Spec, arXiv 2502.14856,
 has the static part). In: hidden states and which tokens each row has seen. Out: logits and the ids they stand for.
+A drafter's own low-rank addition to the logits is computed for the same ids.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ServingHead:
     # Weight and bias of M columns in parts; not joined, as that would copy the static list each round.
     parts: tuple[tuple[Tensor, Tensor | None], ...]
     allowed: Tensor | None  # (B, M) bool, columns each row may choose
+    tables: tuple[Tensor, ...] = ()  # rows (M, R) of a low-rank addition, in the same parts
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits (B, L, M) of hidden (B, L, D)."""
@@ -73,6 +75,10 @@ class ServingHead:
             return full_head(self.hooks, hidden)
         out = torch.cat([head_logits(hidden, weight, bias) for weight, bias in self.parts], dim=-1)
         return out.float().masked_fill(~self.allowed[:, None], HIDDEN_LOGIT)
+
+    def addition(self, latent: Tensor) -> Tensor:
+        """What a latent (..., R) adds to the logits (..., M)."""
+        return torch.cat([latent @ table.T for table in self.tables], dim=-1).float()
 
     def token_ids(self, columns: Tensor) -> Tensor:
         """Token ids of logit columns."""
@@ -98,10 +104,13 @@ class ServingHead:
 class ReducedHead:
     """Keeps the head rows of a static list and adds rows per round."""
 
-    def __init__(self, rows: HeadRows, ids: Tensor) -> None:
+    def __init__(self, rows: HeadRows, ids: Tensor, table: Tensor | None = None) -> None:
+        """`table` (V, R) of a low-rank addition to the logits, if there is one."""
         self.rows = rows
         self.ids = ids
         self.static = rows(ids)
+        self.table = table
+        self.static_table = None if table is None else table[ids]
         self.is_static = torch.zeros(rows.hooks.info.vocab_size, dtype=torch.bool, device=ids.device)
         self.is_static[ids] = True
 
@@ -117,6 +126,7 @@ class ReducedHead:
             ids=torch.cat((self.ids, more)),
             parts=(self.static, self.rows(more)),
             allowed=torch.cat((static, extra[:, more]), dim=1),
+            tables=() if self.table is None or self.static_table is None else (self.static_table, self.table[more]),
         )
 
 

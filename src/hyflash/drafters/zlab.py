@@ -34,7 +34,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "projector_type": (None, "dflash"),
     "quantization_config": (None,),
     "rope_is_neox_style": (None, True),
-    "sample_from_anchor": (None, False),
     "selector_rank": (None,),
     "selector_top_k": (None,),
     "shift_label": (None, False),
@@ -48,6 +47,7 @@ _NESTED = {
     "mask_token",
     "mask_token_id",
     "num_target_layers",
+    "sample_from_anchor",
     "swa_window_size",
     "target_layer_ids",
     "use_aux_hidden_state",
@@ -64,7 +64,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
     _refuse_foreign(config, nested, where)
 
     def need(key: str, *others: str) -> Any:
-        value = _either(config, nested, key, where)
+        value = either(config, nested, key, where)
         for other in others:
             value = config.get(other) if value is None else value
         if value is None:
@@ -76,18 +76,20 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
     for key, value in (("num_hidden_layers", layers), ("hidden_size", width), ("num_attention_heads", heads)):
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
-    if not isinstance(block, int) or block < 2:
-        raise UserError(f"{where}: block_size is {block!r}; expected a whole number of at least 2.")
+    anchor_drafts = bool(either(config, nested, "sample_from_anchor", where))
+    least = 1 if anchor_drafts else 2
+    if not isinstance(block, int) or block < least:
+        raise UserError(f"{where}: block_size is {block!r}; expected a whole number of at least {least}.")
     for key, found, want in (
         ("vocab_size", vocab, info.vocab_size),
         ("hidden_size", width, info.hidden_size),
         ("target_hidden_size", config.get("target_hidden_size"), info.hidden_size),
-        ("num_target_layers", _either(config, nested, "num_target_layers", where), info.num_layers),
+        ("num_target_layers", either(config, nested, "num_target_layers", where), info.num_layers),
         ("draft_vocab_size", config.get("draft_vocab_size"), info.vocab_size),
     ):
         if found is not None and found != want:
             raise UserError(f"{where}: {key} is {found}; target {info.name!r} has {want}. Load the target it is for.")
-    taps = _either(config, nested, "target_layer_ids", where)
+    taps = either(config, nested, "target_layer_ids", where)
     listed = taps is None or isinstance(taps, list | tuple)
     if not listed or any(not isinstance(tap, int) or not 0 <= tap < info.num_layers - 1 for tap in taps or ()):
         raise UserError(
@@ -96,7 +98,8 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
         )
     return {
         "num_layers": layers,
-        "num_draft_tokens": block - 1,
+        "num_draft_tokens": block if anchor_drafts else block - 1,
+        "sample_from_anchor": anchor_drafts,
         "hidden_size": width,
         "intermediate_size": need("intermediate_size"),
         "num_heads": heads,
@@ -157,6 +160,7 @@ def write_config(config: DFlashConfig, info: TargetInfo, *, dtype: str) -> dict[
 def can_write(config: DFlashConfig, info: TargetInfo) -> bool:
     """Whether z-lab's format can hold a `dflash` of these resolved options without losing anything."""
     ordinary = not config.tap_norm and config.final_norm and config.correction == "none" and config.start == "none"
+    ordinary = ordinary and not config.sample_from_anchor
     same_window = not config.window or config.window_counts_slots
     ordinary_taps = max(config.taps) < info.num_layers - 1
     return bool(ordinary and ordinary_taps and same_window and config.draft_vocab_size == 0)
@@ -178,7 +182,7 @@ def own_names(weights: Mapping[str, Tensor], config: DFlashConfig) -> dict[str, 
     return out
 
 
-def _either(config: Mapping[str, Any], nested: Mapping[str, Any], key: str, where: str) -> Any:
+def either(config: Mapping[str, Any], nested: Mapping[str, Any], key: str, where: str) -> Any:
     """Value of a key that may stand in dflash_config, at the top, or in both alike."""
     inner, outer = nested.get(key), config.get(key)
     if inner is not None and outer is not None and inner != outer:
@@ -197,7 +201,7 @@ def _refuse_foreign(config: Mapping[str, Any], nested: Mapping[str, Any], where:
         for place, table in (("", config), ("dflash_config.", nested)):
             if table.get(key) not in neutral:
                 raise UserError(f"{where}: {place}{key} is {table[key]!r}, which we cannot honour.")
-    if nested.get("mask_token") is not None and _either(config, nested, "mask_token_id", where) is None:
+    if nested.get("mask_token") is not None and either(config, nested, "mask_token_id", where) is None:
         raise UserError(
             f"{where}: dflash_config.mask_token is {nested['mask_token']!r}; give mask_token_id as a number."
         )
@@ -230,8 +234,8 @@ def _attention(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int
     for key in ("is_causal", "causal"):
         causal = nested.get(key) if causal is None else causal
     window = config.get("sliding_window")
-    if _either(config, nested, "use_swa", where):
-        window = _either(config, nested, "swa_window_size", where) or window
+    if either(config, nested, "use_swa", where):
+        window = either(config, nested, "swa_window_size", where) or window
         sliding, causal = list(range(layers)), bool(causal)
     else:
         types = config.get("layer_types")

@@ -20,6 +20,7 @@ from hyflash.core import (
     Commit,
     DraftRequest,
     Event,
+    Prices,
     Proposal,
     Request,
     Result,
@@ -292,7 +293,7 @@ class Engine:
                 rows=tuple(running[i].row for i in chosen),
                 anchors=torch.tensor([running[i].anchor for i in chosen]),
                 num_tokens=tuple(wanted[i] for i in chosen),
-                prices=self.policy.prices(len(running)) if self.drafter.weighs_prices else None,
+                prices=self._prices(len(running)),
             ),
         )
         self._count_nonfinite(proposal)
@@ -315,9 +316,18 @@ class Engine:
             most = min(most, self.drafter.max_positions - p.position)
         if most <= 0:
             return 0
-        if self.drafter.weighs_prices and self.policy.prices(num_rows) is not None:
-            return min(most, self.policy.max_draft_tokens)
-        return self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
+        longest, priced = min(most, self.policy.max_draft_tokens), self._prices(num_rows) is not None
+        if priced and self.drafter.weighs_prices:
+            return longest
+        chosen = self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
+        return longest if chosen and priced else chosen
+
+    def _prices(self, num_rows: int) -> Prices | None:
+        """For drafters that cut what they draft by prices, as far as the policy knows these."""
+        assert self.drafter is not None
+        if not (self.drafter.weighs_prices or self.drafter.cuts_by_prices):
+            return None
+        return self.policy.prices(num_rows)
 
     def _count_nonfinite(self, proposal: Proposal) -> None:
         if proposal.num_nonfinite:

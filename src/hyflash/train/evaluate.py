@@ -16,7 +16,7 @@ from hyflash.core import LossTerms, Result
 from hyflash.data.anchors import build_batch, to_device
 from hyflash.data.capture import Example
 from hyflash.drafters.base import Drafter
-from hyflash.engine.replay import measure
+from hyflash.engine.replay import measure, watch
 from hyflash.metrics import summarize
 from hyflash.targets.replay import Recording
 from hyflash.train.recipe import DataTable
@@ -42,6 +42,16 @@ def evaluate(
     record: dict[str, Any] = {"loss": numerator / denominator if denominator else None}
     record |= {f"teacher_forced_{k}": v for k, v in pool([t.metrics for t in terms]).items()}
     return record | _taus(results, examples) | {"num_draft_tokens": num_draft_tokens}
+
+
+def calibrate(drafter: Drafter, examples: Sequence[Example], *, num_draft_tokens: int) -> dict[str, float]:
+    """Fit the drafter's confidence to real rounds on held-out answers; leaves it in training mode. Returns figures."""
+    drafter.eval()
+    try:
+        recordings = [_recording(e, drafter.target_layer_ids) for e in examples]
+        return drafter.calibrate(watch(drafter, recordings, num_draft_tokens))
+    finally:
+        drafter.train()
 
 
 def _starts(examples: Sequence[Example], options: DataTable) -> range:

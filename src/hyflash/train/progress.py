@@ -100,6 +100,13 @@ class Reporter:
         mark = "  (best)" if best else ""
         self.note(f"step {record['step']}: held out: tau {record['tau']:.3f}  loss {loss}  {domains}{mark}")
 
+    def calibration(self, figures: Mapping[str, Any]) -> None:
+        """What calibrating the drafter's confidence changed."""
+        self.note(
+            f"confidence calibrated: expected error {figures['ece_before']:.1%} -> {figures['ece_after']:.1%} "
+            f"({figures['calibration_rounds']:.0f} rounds)"
+        )
+
 
 def clock(seconds: float) -> str:
     """h:mm:ss"""

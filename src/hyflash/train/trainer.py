@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -30,7 +31,7 @@ from hyflash.errors import NonFiniteError, UserError
 from hyflash.hub import Progress
 from hyflash.targets.base import Target
 from hyflash.train.card import make_card
-from hyflash.train.evaluate import best_entry, evaluate, pool
+from hyflash.train.evaluate import best_entry, calibrate, evaluate, pool
 from hyflash.train.loader import BatchStream, hold_out, select_taps
 from hyflash.train.optim import (
     Budget,
@@ -266,14 +267,14 @@ class Trainer:
 
     def _step(self) -> dict[str, Any]:
         """One optimiser step over `accumulate` batches; returns sums for the log."""
-        began, state = time.perf_counter(), self.state
-        rate = learning_rate(self.options, step=state.step, progress=self._progress())
+        began, state, progress = time.perf_counter(), self.state, self._progress()
+        rate = learning_rate(self.options, step=state.step, progress=progress)
         set_learning_rate(self.optimizer, rate)
         terms: list[LossTerms] = []
         ids: list[str] = []
         num_tokens = num_anchors = 0
         for _ in range(self.options.accumulate):
-            batch = to_device(self.stream.next(), self.target.info.device)
+            batch = replace(to_device(self.stream.next(), self.target.info.device), progress=progress)
             ids += batch.ids
             terms.append(self._forward(batch, state.precision))
             if not bool(torch.isfinite(terms[-1].numerator)):
@@ -342,20 +343,21 @@ class Trainer:
         """Measure on the held-out examples and export the drafter when it is the best so far."""
         if not self.eval_ids:
             return
-        record = evaluate(
-            self.drafter,
-            self.eval_source.fetch(self.eval_ids),
-            self.recipe.data,
-            num_draft_tokens=self.options.num_draft_tokens or self.drafter.max_draft_tokens,
-        )
+        examples = self.eval_source.fetch(self.eval_ids)
+        length = self.options.num_draft_tokens or self.drafter.max_draft_tokens
+        record = evaluate(self.drafter, examples, self.recipe.data, num_draft_tokens=length)
         record = {"kind": "eval", "step": self.state.step, "train_sec": self.state.train_sec, **record}
-        self.metrics.append(record)
-        self.last_evaluation = record
         log = [self.state.best, record] if self.state.best else [record]
         is_best = best_entry(log) is record
         self.reporter.evaluation(record, best=is_best)
         if is_best:
+            if self.drafter.calibrates:
+                record["calibration"] = calibrate(self.drafter, examples, num_draft_tokens=length)
+                self.reporter.calibration(record["calibration"])
             self.state.best = record
+        self.metrics.append(record)
+        self.last_evaluation = record
+        if is_best:
             self._export()
 
     def _card(self) -> dict[str, Any]:

@@ -1,0 +1,141 @@
+"""A block drafter with a head of its own in logit space: what the block's tokens so far say is added to the logits.
+
+In: the slots' hidden states and, position after position, the tokens before each. Out: a latent (R) per position, whose
+product with a table (V, R) is added to the target's logits. These do not depend on the tokens chosen, so they are one
+product for the whole block; a step costs R products per token in use. With a reduced vocabulary only its rows of the
+table count. The backbone is HyFlash's with DFlash's defaults (no window, no memory): every head goes on either.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hyflash.core import DraftCost, DraftOutput, TargetHooks, TrainBatch
+from hyflash.drafters import hyflash, zlab_heads
+from hyflash.drafters.base import DrafterConfig
+from hyflash.drafters.hyflash import HyFlashConfig
+from hyflash.drafters.objective import HeadTraining
+from hyflash.drafters.vocab import ServingHead
+from hyflash.errors import UserError
+
+
+class LogitConfig(HyFlashConfig):
+    """Options of drafters with a head in logit space: those of `hyflash`, with the defaults of a DFlash."""
+
+    window: int = Field(default=0, ge=0, description="committed tokens a block attends to; 0 all")
+    memory_core: Literal["none", "mean", "gla", "delta", "mamba2"] = Field(
+        default="none", description="recurrence of the memory: delta and a window make the backbone a HyFlash"
+    )
+    sample_from_anchor: bool = Field(
+        default=True, description="the anchor's slot drafts the first token: one slot fewer for as many drafts"
+    )
+    correction_rank: int = Field(default=256, ge=1, description="rank of what is added to the logits")
+
+    def resolved(self, hooks: TargetHooks) -> Self:
+        """Fill in what the target decides and check the whole. Raises UserError."""
+        if self.correction != "none":
+            raise UserError(
+                f"correction is {self.correction!r}; expected none, as this drafter has in-block dependence of its own."
+            )
+        return super().resolved(hooks)
+
+
+class LogitDrafter(hyflash.DrafterImpl):
+    """Trains and serves a head that `_latents` and `_logit_table` describe."""
+
+    config: LogitConfig
+    state_width: int
+    """Width of what the head carries from position to position."""
+
+    @classmethod
+    def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of another block drafter's checkpoint, whose anchor drafts nothing unless they say so."""
+        return {"sample_from_anchor": False, **super().import_config(values)}
+
+    @classmethod
+    def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
+        """As the backbone's; the head's names are the published ones, of which there are three spellings."""
+        return zlab_heads.own_names(super().import_weights(weights, config))
+
+    @abstractmethod
+    def _latents(self, hidden: Tensor, previous: Tensor, state: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Latents (N, L, R) of positions `first` on, and the state after them.
+
+        In: hidden (N, L, D), the token ids before each position (N, L), the state (N, state_width), zeros at first.
+        """
+
+    @abstractmethod
+    def _logit_table(self) -> Tensor:
+        """Rows (V, R) that the latents multiply."""
+
+    @abstractmethod
+    def _step_weights(self) -> int:
+        """Weights that a position multiplies, the table's excepted."""
+
+    def _confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
+        """Logits (N, L) of P(draft accepted), float32; None where the head states none."""
+        return None
+
+    def _calibrated(self, confidence: Tensor) -> Tensor:
+        """Probabilities (B, L) of confidence logits."""
+        return confidence.sigmoid()
+
+    # --------------------------------------------------------------------------------------- training
+
+    def forward(self, batch: TrainBatch) -> DraftOutput:
+        """As the backbone's; `extra` has the latents and the confidence logits of teacher-forced positions."""
+        out = super().forward(batch)
+        anchors = batch.tokens.gather(1, batch.anchors.clamp(0, batch.tokens.shape[1] - 1))
+        previous = torch.cat((anchors[..., None], out.labels[..., :-1]), dim=-1)
+        hidden, ids = out.hidden.flatten(0, 1), previous.flatten(0, 1)
+        latent, _ = self._latents(hidden, ids, hidden.new_zeros(len(hidden), self.state_width), 0)
+        extra = {"latent": latent.view(*previous.shape, latent.shape[-1])}
+        confidence = self._confidence(hidden, ids)
+        if confidence is not None:
+            extra["confidence"] = confidence.view_as(previous)
+        return replace(out, extra=extra)
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        """Logits (B, A, L, V) of a training forward, float32, the head's addition included."""
+        return super().logits(out).float() + (out.extra["latent"] @ self._logit_table().T).float()
+
+    def _head_training(self, out: DraftOutput, batch: TrainBatch) -> HeadTraining:
+        return HeadTraining(latent=out.extra["latent"], table=self._logit_table())
+
+    # ---------------------------------------------------------------------------------------- serving
+
+    def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
+        base = head.logits(hidden).float()
+        state = hidden.new_zeros(len(hidden), self.state_width)
+        previous, steps = [anchors], []
+        for k in range(hidden.shape[1]):
+            latent, state = self._latents(hidden[:, k : k + 1], previous[k][:, None], state, k)
+            steps.append(base[:, k : k + 1] + head.addition(latent))
+            previous.append(head.token_ids(steps[k][:, 0].argmax(-1)))
+        confidence = self._confidence(hidden, torch.stack(previous[:-1], dim=1))
+        # One that is not finite counts as none at all.
+        stated = None if confidence is None else self._calibrated(confidence).nan_to_num(0.0)
+        return torch.cat(steps, dim=1), stated
+
+    def _head_packs(self) -> bool:
+        """The kernels run the layers; this head is computed on torch."""
+        return False
+
+    def cost(self, context_tokens: int) -> DraftCost:
+        """As the backbone's, and the head's weights and steps."""
+        base, cfg, table = super().cost(context_tokens), self.config, self._logit_table()
+        rows = cfg.draft_vocab_size or len(table)
+        copied = cfg.draft_vocab_size * table.shape[1] * table.itemsize
+        step = self._step_weights() + rows * table.shape[1]
+        return replace(
+            base,
+            weight_bytes=base.weight_bytes + copied,
+            propose_flops=base.propose_flops + 2 * cfg.num_draft_tokens * step,
+        )
