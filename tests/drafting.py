@@ -21,6 +21,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-window": ("dflash", {"window": 8}),
     **{f"hyflash-{core}": ("hyflash", {"memory_core": core}) for core in ("none", "mean", "gla", "delta", "mamba2")},
     "hyflash-all-parts": ("hyflash", {"draft_vocab_size": 32, "correction": "gru", "start": "ridge"}),
+    "dflash-from-anchor": ("dflash", {"sample_from_anchor": True, "draft_vocab_size": 32}),
+    "domino": ("domino", {}),
+    "domino-hyflash": ("domino", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32, "start": "ridge"}),
+    "dspark": ("dspark", {"draft_vocab_size": 32}),
+    "dspark-hyflash": ("dspark", {"window": 8, "memory_core": "delta", "markov": "rnn"}),
     "lookup+hyflash": ("lookup+hyflash", {}),
 }
 """Every kind of drafter there is: name -> what `tiny_drafter` builds."""
@@ -121,6 +126,32 @@ def assert_same_snapshot(got: Any, want: Any, *, exact: bool = True) -> None:
             assert_same_snapshot(a, b, exact=exact)
     else:
         assert got == want
+
+
+def assert_training_is_serving(drafter: Drafter) -> None:
+    """Teacher forcing with the drafter's own drafts predicts exactly those, at every position and context.
+
+    With a reduced vocabulary a draft is the best of those that are in it.
+    """
+    depth, static = drafter.max_draft_tokens, drafter.state_dict().get("draft_ids")
+    for seed, upto in enumerate([(0, 1, 2), (7, 8, 9), (22, 39, 16)]):
+        batch = random_batch(drafter, tuple(n + 1 + depth + 2 for n in upto), seed=seed)
+        state = filled(drafter, batch, upto, pieces=[3, 1, 5])
+        proposal = drafts(ask(drafter, state, range(3), [int(batch.tokens[b, n]) for b, n in enumerate(upto)]))
+        tokens = batch.tokens.clone()
+        for b, (n, row) in enumerate(zip(upto, proposal, strict=True)):
+            assert len(row) == depth
+            tokens[b, n + 1 : n + 1 + depth] = torch.tensor(row)
+        with torch.no_grad():
+            out = drafter(replace(batch, tokens=tokens, anchors=torch.tensor(upto)[:, None]))
+            logits = drafter.logits(out)[:, 0]
+        if static is not None:
+            for b, n in enumerate(upto):
+                known = {*static.tolist(), *tokens[b, : n + 1].tolist()}
+                logits[b, :, [i for i in range(logits.shape[-1]) if i not in known]] = float("-inf")
+        assert logits.argmax(-1).tolist() == proposal
+        assert out.labels[:, 0].tolist() == proposal
+        assert out.mask.all()
 
 
 class HalfRight(Drafter):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3RMSNorm, Qwen3RotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as hf_rotate
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from block_fakes import DIM, VOCAB, ask, commit_prefix, fake_batch, fake_hooks, fake_info
 from hyflash import checkpoint
@@ -22,6 +21,7 @@ from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.compose import Composite
 from hyflash.drafters.hyflash import HyFlashConfig
 from hyflash.errors import NonFiniteError, UserError
+from published import zlab_reference
 
 SMALL: dict[str, Any] = {"num_layers": 2, "num_draft_tokens": 3, "num_taps": 2}
 PLAIN: dict[str, Any] = {**SMALL, "tap_norm": False}
@@ -206,50 +206,12 @@ def test_hyflash_weights_do_not_fit_dflash(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- z-lab
 
 
-def zlab_reference(config: dict[str, Any], weights: dict[str, torch.Tensor], batch: Any, anchor: int) -> torch.Tensor:
-    """Hidden states of slots 1.. as z-lab's model computes them, on Hugging Face's Qwen3 parts, one sequence."""
-    hf = Qwen3Config(
-        hidden_size=config["hidden_size"],
-        head_dim=config["head_dim"],
-        num_attention_heads=config["num_attention_heads"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
-    )
-
-    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        module = Qwen3RMSNorm(x.shape[-1], eps=config["rms_norm_eps"])
-        module.weight.data = weights[f"{name}.weight"]
-        return module(x).detach()
-
-    def split(x: torch.Tensor) -> torch.Tensor:
-        return x.view(1, x.shape[0], -1, config["head_dim"]).transpose(1, 2)
-
-    block, nested = config["block_size"], config["dflash_config"]
-    mask = torch.full((block - 1,), nested["mask_token_id"])
-    x = hooks().embed(torch.cat((batch.tokens[0, anchor : anchor + 1], mask)))
-    c = norm("hidden_norm", batch.features[0, :anchor].flatten(1) @ weights["fc.weight"].T)
-    cos, sin = Qwen3RotaryEmbedding(hf)(x, torch.arange(anchor + block)[None])
-    for i in range(config["num_hidden_layers"]):
-        at = f"layers.{i}"
-        h = norm(f"{at}.input_layernorm", x)
-        both = torch.cat((c, h))
-        q = norm(f"{at}.self_attn.q_norm", split(h @ weights[f"{at}.self_attn.q_proj.weight"].T))
-        k = norm(f"{at}.self_attn.k_norm", split(both @ weights[f"{at}.self_attn.k_proj.weight"].T))
-        v = split(both @ weights[f"{at}.self_attn.v_proj.weight"].T)
-        q = hf_rotate(q, q, cos[:, anchor:], sin[:, anchor:])[0]
-        k = hf_rotate(k, k, cos, sin)[0]
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        x = x + mixed.transpose(1, 2).reshape(block, -1) @ weights[f"{at}.self_attn.o_proj.weight"].T
-        h = norm(f"{at}.post_attention_layernorm", x)
-        gate = torch.nn.functional.silu(h @ weights[f"{at}.mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ weights[f"{at}.mlp.up_proj.weight"].T)) @ weights[f"{at}.mlp.down_proj.weight"].T
-    return norm("norm", x)[1:]
-
-
-def test_a_foreign_dflash_computes_what_its_own_code_computes(tmp_path: Path) -> None:
-    path = zlab_dir(tmp_path)
+@pytest.mark.parametrize("anchor_drafts", [False, True])
+def test_a_foreign_dflash_computes_what_its_own_code_computes(anchor_drafts: bool, tmp_path: Path) -> None:
+    path = zlab_dir(tmp_path, **({"sample_from_anchor": True} if anchor_drafts else {}))
     drafter = checkpoint.load(str(path), hooks())
     assert isinstance(drafter, dflash.DrafterImpl)
+    assert drafter.max_draft_tokens == (4 if anchor_drafts else 3)
     config, weights = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     assert len(weights) == 11 * 2 + 3
     batch = fake_batch(drafter, lengths=(21,))
@@ -257,7 +219,8 @@ def test_a_foreign_dflash_computes_what_its_own_code_computes(tmp_path: Path) ->
         state = drafter.new_state(1)
         commit_prefix(drafter, state, batch, [anchor])
         got = drafter.block_hidden(state, ask(batch.tokens[:, anchor]))[0]
-        torch.testing.assert_close(got, zlab_reference(config, weights, batch, anchor), atol=1e-4, rtol=1e-4)
+        want = zlab_reference(hooks(), config, weights, batch, anchor)[0 if anchor_drafts else 1 :]
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_a_plain_dflash_is_written_in_zlab_format(tmp_path: Path) -> None:
@@ -346,9 +309,8 @@ def test_layer_type_rules_of_foreign_windows(tmp_path: Path) -> None:
         ({"architectures": ["DFlash2DraftModel"]}, "architectures names 'DFlash2DraftModel'"),
         ({"dflash_config": {"conv_kernel_size": 2}}, r"dflash_config\.conv_kernel_size is 2, which we cannot honour"),
         ({"dflash_config": {"selector_rank": 256}}, r"dflash_config\.selector_rank"),
-        ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
-        ({"projector_type": "dspark"}, "projector_type is 'dspark'"),
-        ({"sample_from_anchor": True}, "sample_from_anchor is True"),
+        ({"dflash_config": {"projector_type": "dfly"}}, "projector_type is 'dfly'"),
+        ({"sample_from_anchor": False, "dflash_config": {"sample_from_anchor": True}}, "sample_from_anchor is False"),
         ({"add_swa_attention_sink_bias": True}, "add_swa_attention_sink_bias is True"),
         ({"dflash_config": {"brand_new": 1}}, r"dflash_config\.brand_new is unknown"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling is .*yarn.* cannot honour"),

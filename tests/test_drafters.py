@@ -12,6 +12,7 @@ from drafting import (
     HalfRight,
     ask,
     assert_same_snapshot,
+    assert_training_is_serving,
     commit_spans,
     drafts,
     filled,
@@ -269,22 +270,7 @@ TRAINABLE = [name for name in NAMES if drafters.load_class(name).trainable]
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_the_training_forward_at_an_anchor_is_the_serving_proposal(name: str, target: hf.HFTarget) -> None:
     """Teacher forcing with the drafter's own drafts must predict exactly those, at every position and context."""
-    drafter = tiny_drafter(name, target.hooks())
-    depth = drafter.max_draft_tokens
-    for seed, upto in enumerate([(0, 1, 2), (7, 8, 9), (22, 39, 16)]):
-        batch = random_batch(drafter, tuple(n + 1 + depth + 2 for n in upto), seed=seed)
-        state = filled(drafter, batch, upto, pieces=[3, 1, 5])
-        proposal = drafts(ask(drafter, state, range(3), anchors_of(batch, upto)))
-        tokens = batch.tokens.clone()
-        for b, (n, row) in enumerate(zip(upto, proposal, strict=True)):
-            assert len(row) == depth
-            tokens[b, n + 1 : n + 1 + depth] = torch.tensor(row)
-        with torch.no_grad():
-            out = drafter(replace(batch, tokens=tokens, anchors=torch.tensor(upto)[:, None]))
-            predicted = drafter.logits(out)[:, 0].argmax(-1)
-        assert predicted.tolist() == proposal
-        assert out.labels[:, 0].tolist() == proposal
-        assert out.mask.all()
+    assert_training_is_serving(tiny_drafter(name, target.hooks()))
 
 
 @pytest.mark.parametrize("name", TRAINABLE)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hyflash.ops.attention import block_attention, context_mask
-from hyflash.ops.losses import decay_weights, dpace_weights, head_losses, leading_run
+from hyflash.ops.losses import Addition, chunk_loss, decay_weights, dpace_weights, head_losses, leading_run
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rope_tables, rotate
 
@@ -106,6 +106,36 @@ def test_chunked_losses_equal_the_whole_head_at_once(kind: str, rows: int) -> No
     torch.testing.assert_close(grad, hidden.grad, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.prob, logits.softmax(-1).gather(1, labels[:, None])[:, 0])
     assert torch.equal(got.correct, logits.argmax(-1) == labels)
+    overlap = torch.zeros(rows) if target is None else 1 - tv
+    torch.testing.assert_close(got.overlap, overlap.detach(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ce", "ce_tv", "kl"])
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_a_low_rank_addition_is_trained_as_if_all_logits_were_there(kind: str, share: float, rows: int) -> None:
+    torch.manual_seed(1)
+    weight, labels, scale = torch.randn(11, 5), torch.randint(0, 11, (rows,)), torch.rand(rows)
+    inputs = [torch.randn(*size, requires_grad=True) for size in ((rows, 5), (rows, 3), (11, 3))]
+    hidden, latent, table = inputs
+    target = None if kind == "ce" else torch.randn(rows, 5)
+    got = head_losses(
+        hidden, labels, head=lambda h: h @ weight.T, kind=kind, target_hidden=target, chunk_rows=3,  # type: ignore[arg-type]
+        addition=Addition(latent=latent, table=table, base_share=share),
+    )  # fmt: skip
+    logits = hidden @ weight.T + latent @ table.T
+    p = None if target is None else target @ weight.T
+    loss, ce, overlap = chunk_loss(logits, labels, p, kind)  # type: ignore[arg-type]
+    base = chunk_loss(hidden @ weight.T, labels, p, kind)[0]  # type: ignore[arg-type]
+    want = (1 - share) * loss + share * base
+    torch.testing.assert_close(got.loss, want)
+    torch.testing.assert_close(got.overlap, overlap)
+    torch.testing.assert_close(got.prob, (-ce).exp())
+    assert torch.equal(got.correct, logits.argmax(-1) == labels)
+    if rows:
+        grads = torch.autograd.grad((got.loss * scale).sum(), inputs)
+        for grad, right in zip(grads, torch.autograd.grad((want * scale).sum(), inputs), strict=True):
+            torch.testing.assert_close(grad, right, atol=1e-5, rtol=1e-5)
 
 
 def test_decay_weights_halve_as_documented() -> None:

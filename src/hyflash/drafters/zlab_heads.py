@@ -45,10 +45,10 @@ COPY_ROWS, COPY_COSINE = 64, 0.98
 
 def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> tuple[str, dict[str, Any]]:
     """Method and options for a published config.json. Raises UserError, naming the key."""
-    method = _method(config)
+    nested = config.get("dflash_config") or {}
+    method = _method(config, nested) if isinstance(nested, Mapping) else "dflash"
     if method == "dflash":
         return method, zlab.read_config(config, info, where=where)
-    nested = config.get("dflash_config") or {}
     found = {key: zlab.either(config, nested, key, where) for key in _KEYS}
     options = _domino(found, where) if method == "domino" else _dspark(found, where)
     drop = {*_KEYS, "architectures"}
@@ -92,9 +92,8 @@ def without_copies(weights: Mapping[str, Tensor], hooks: TargetHooks, *, where: 
     return out
 
 
-def _method(config: Mapping[str, Any]) -> str:
-    nested = config.get("dflash_config")
-    tables = (config, nested) if isinstance(nested, Mapping) else (config,)
+def _method(config: Mapping[str, Any], nested: Mapping[str, Any]) -> str:
+    tables = (config, nested)
     names = {*(config.get("architectures") or ()), *(table.get("projector_type") for table in tables)}
     if names & {*_DOMINO, "domino"}:
         return "domino"
