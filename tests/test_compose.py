@@ -525,3 +525,22 @@ def test_verdicts_without_prices_reach_the_parts_at_once() -> None:
     assert state.parts[1].tokens[0] == []
     feed(drafter, state, [4], verdict=judged(priced(drafter, state, 4, None), 0))
     assert state.parts[1].tokens[0] == [3, 4]
+
+
+def test_with_prices_a_part_that_was_always_wrong_is_not_tried_anew_in_the_next_row() -> None:
+    prices = Prices(forward=lambda k: 1.0 + 0.1 * k, one_sec=1e9)
+    cheap, other = Fake(token=7, confidence=0.5), Fake(token=8, confidence=0.0)
+    drafter = Composite([("cheap", cheap), ("other", other)])
+    state = drafter.new_state(2)
+    tries = []
+    for bucket in (0, 1, 2, 3):
+        cheap.bucket = bucket
+        tries.append(0)
+        for _ in range(30):
+            proposal = priced(drafter, state, 3, prices)
+            if proposal.lengths[0]:
+                tries[-1] += 1
+                feed(drafter, state, [3], verdict=judged(proposal, 0))
+    assert tries[0] > tries[1] > tries[2] >= tries[3] > 0, "other buckets know of the first"
+    assert priced(drafter, state, 3, prices, row=1).lengths == (0,), "and so does a new row"
+    assert priced(drafter, state, 3, None, row=1).lengths == (5,), "without prices a row starts afresh"

@@ -428,6 +428,46 @@ def test_measured_times_correct_a_table_from_a_busy_moment() -> None:
     assert policy.choose(stats, most=4, num_rows=1) == 4
 
 
+def test_a_slow_moment_does_not_make_drafts_look_free_for_ever() -> None:
+    policy = AdaptiveLength({1: 1.0, 2: 1.1, 4: 1.4}, max_draft_tokens=3)
+    policy.observe_times(draft_sec=0.0, verify_sec=0.010, width=1, num_rows=1)  # held up by other work
+    wrong, widths = policy.new_stats(), []
+    for _ in range(400):
+        drafts = policy.choose(wrong, most=3, num_rows=1)
+        widths.append(1 + drafts)
+        wrong.observe(drafts, 0)
+        verify = 0.004 * (1.0, 1.1, 1.25, 1.4)[drafts]
+        policy.observe_times(draft_sec=0.0002 if drafts else 0.0, verify_sec=verify, width=1 + drafts, num_rows=1)
+    assert sum(width > 1 for width in widths[-100:]) <= 5
+    assert policy.prices(1) is not None
+    assert policy.prices(1).one_sec == pytest.approx(0.004, rel=0.05)  # type: ignore[union-attr]
+
+
+def test_plain_rounds_come_in_between_where_all_drafts_are_right() -> None:
+    policy = AdaptiveLength({1: 1.0, 4: 1.2}, max_draft_tokens=3)
+    right, widths = policy.new_stats(), []
+    for _ in range(200):
+        drafts = policy.choose(right, most=3, num_rows=1)
+        widths.append(1 + drafts)
+        right.observe(drafts, drafts)
+        policy.observe_times(draft_sec=0.0001, verify_sec=0.004 + 0.0002 * drafts, width=1 + drafts, num_rows=1)
+    assert 2 <= widths.count(1) <= 5
+
+
+def test_a_drafter_that_has_had_nothing_for_long_is_asked_less_often() -> None:
+    policy = AdaptiveLength({1: 1.0, 2: 1.1}, max_draft_tokens=1)
+    stats, asked = policy.new_stats(), []
+    for _ in range(100):
+        asked.append(policy.asks(stats))
+        if asked[-1]:
+            policy.hears(stats, 0)
+    assert all(asked[:8])
+    assert sum(asked[50:]) <= 7
+    stats.rounds_off = 0
+    policy.hears(stats, 2)
+    assert all(policy.asks(stats) for _ in range(5)), "a draft ends the pauses"
+
+
 def test_rounds_without_the_drafter_do_not_make_drafts_look_cheap() -> None:
     policy = AdaptiveLength({1: 1.0, 2: 1.1}, max_draft_tokens=1)
     stats = RowStats(1)  # half of the drafts are accepted

@@ -282,14 +282,14 @@ class Composite(Drafter):
         return None
 
     def _scale(self, state: ComposedState, *, row: int, p: int, bucket: int) -> float:
-        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket; before evidence 1, or
-        with prices what all rows so far came to."""
-        at = min(bucket, NUM_BUCKETS - 1)
-        accepted, expected = state.rows[row][:, p, at].tolist()
-        prior = 1.0
+        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket. Before evidence 1, or
+        with prices what all rows so far came to in this bucket, and before that in all buckets of the part."""
+        at, prior = min(bucket, NUM_BUCKETS - 1), 1.0
         if state.lazy:
-            hits, tries = self._record[:, p, at].tolist()
-            prior = (PRIOR_TOKENS + hits) / (PRIOR_TOKENS + tries)
+            hits, tries = self._record[:, p].tolist()
+            for some_hits, some_tries in ((sum(hits), sum(tries)), (hits[at], tries[at])):
+                prior = (PRIOR_TOKENS * prior + some_hits) / (PRIOR_TOKENS + some_tries)
+        accepted, expected = state.rows[row][:, p, at].tolist()
         return float((PRIOR_TOKENS * prior + accepted) / (PRIOR_TOKENS + expected))
 
     def _learn(self, state: ComposedState, new: Commit, verdict: Verdict) -> None:

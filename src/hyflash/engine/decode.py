@@ -303,6 +303,7 @@ class Engine:
             # A drafter with a larger vocabulary may propose what the target cannot say.
             good = next((n for n, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))
             drafts[i] = tuple(tokens[:good])
+            self.policy.hears(self._stats[running[i].request_id], good)
             sources[i] = proposal.sources[at] if proposal.sources else type(self.drafter).__module__.rpartition(".")[2]
         return True, drafts, sources
 
@@ -318,7 +319,7 @@ class Engine:
             return 0
         longest, priced = min(most, self.policy.max_draft_tokens), self._prices(num_rows) is not None
         if priced and self.drafter.weighs_prices:
-            return longest
+            return longest if self.policy.asks(self._stats[p.request_id]) else 0
         chosen = self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
         return longest if chosen and priced else chosen
 

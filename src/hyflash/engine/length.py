@@ -32,6 +32,8 @@ class RowStats:
         self.rounds_off = 0
         self.pause = self.FIRST_PAUSE
         """Rounds without drafting before the next try; doubles while tries do not pay."""
+        self.rounds_empty = 0
+        """Rounds in a row in which a drafter that decides for itself drafted nothing."""
 
     def rates(self) -> list[float]:
         """Acceptance by position."""
@@ -68,6 +70,13 @@ class LengthPolicy(ABC):
         """What rounds of `num_rows` rows cost, as far as the policy knows it."""
         return None
 
+    def asks(self, stats: RowStats) -> bool:
+        """Whether to ask a drafter that decides for itself how much to draft (`Drafter.weighs_prices`) this round."""
+        return True
+
+    def hears(self, stats: RowStats, num_drafted: int) -> None:  # noqa: B027
+        """What it drafted."""
+
     @abstractmethod
     def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
         """Draft tokens for one row of a batch of `num_rows`, from 0 to `most`."""
@@ -99,6 +108,11 @@ class AdaptiveLength(LengthPolicy):
     MAX_PAUSE = 64
     FOLLOW = 0.1
     """Weight of a new time against those before."""
+    LEAST_STRETCH = 0.01
+    MOST_SINCE_ONE = 64
+    """Rounds that may draft in a row: if all did, what width 1 took in a slow moment would make more rows look free."""
+    EMPTY = 8
+    """Rounds without a draft before pauses begin, and the longest pause."""
 
     def __init__(self, costs: Mapping[int, float], *, max_draft_tokens: int = 8, one_sec: float = 0.0) -> None:
         if 1 not in costs:
@@ -110,6 +124,7 @@ class AdaptiveLength(LengthPolicy):
         self._draft_cost = 0.05  # share of a width-1 forward; measured from the first round on
         self._one_sec, self._seen_one = one_sec, False  # seconds of a width-1 forward, 0 while unknown
         self._beyond: dict[int, list[float]] = {}  # rows of a batch -> c - 1 of the table, by draft tokens
+        self._since_one = 0  # rounds since the last of width 1
         self._stretch = 1.0  # of what rows beyond the first cost, against the table
         self._record = RowStats(max(1, max_draft_tokens))
 
@@ -143,10 +158,25 @@ class AdaptiveLength(LengthPolicy):
         (q0, c0), (q1, c1) = known[-2:]
         return c1 + max(0.0, (c1 - c0) / (q1 - q0)) * (width - q1)
 
+    def asks(self, stats: RowStats) -> bool:
+        """Not in each round where it has long had nothing: asking costs as much as a tenth of a forward."""
+        if stats.rounds_off:
+            stats.rounds_off -= 1
+            return False
+        return self._since_one < self.MOST_SINCE_ONE
+
+    def hears(self, stats: RowStats, num_drafted: int) -> None:
+        """Pause after some rounds without a draft; a draft ends the pauses."""
+        stats.rounds_empty = 0 if num_drafted else stats.rounds_empty + 1
+        if stats.rounds_empty >= self.EMPTY:
+            stats.rounds_off = min(stats.rounds_empty - self.EMPTY + 1, self.EMPTY)
+
     def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
         """Best length by expected tokens over expected cost; 0 when plain decoding is cheaper."""
         if stats.rounds_off:
             stats.rounds_off -= 1
+            return 0
+        if self._since_one >= self.MOST_SINCE_ONE:
             return 0
         most = min(most, self.max_draft_tokens)
 
@@ -167,16 +197,19 @@ class AdaptiveLength(LengthPolicy):
 
         The table may come from a busy moment, and from another context length.
         """
+        share = self.FOLLOW if self._since_one < self.MOST_SINCE_ONE else 0.5
+        self._since_one = 0 if width == 1 else self._since_one + 1
         if width == 1:
             self._seen_one = True
         elif self._seen_one and (beyond := self._tabled(width) - 1.0) > 0:
-            self._stretch = self._follow(self._stretch, (verify_sec / self._one_sec - 1.0) / beyond)
+            stretch = self._follow(self._stretch, (verify_sec / self._one_sec - 1.0) / beyond)
+            self._stretch = max(stretch, self.LEAST_STRETCH)
         if width == 1 or not self._seen_one:
             one = verify_sec / max(self.cost(width), 1e-9)
-            self._one_sec = self._follow(self._one_sec, one) if self._one_sec else one
+            self._one_sec = self._follow(self._one_sec, one, share) if self._one_sec else one
         if draft_sec > 0 and self._one_sec > 0:
             self._draft_cost = self._follow(self._draft_cost, draft_sec / self._one_sec)
 
-    def _follow(self, so_far: float, new: float) -> float:
+    def _follow(self, so_far: float, new: float, share: float = FOLLOW) -> float:
         """A running mean on which a round that was held up by other work has little weight."""
-        return so_far + self.FOLLOW * (min(max(new, so_far / 4), so_far * 4) - so_far)
+        return so_far + share * (min(max(new, so_far / 4), so_far * 4) - so_far)
