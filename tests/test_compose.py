@@ -542,5 +542,8 @@ def test_with_prices_a_part_that_was_always_wrong_is_not_tried_anew_in_the_next_
                 tries[-1] += 1
                 feed(drafter, state, [3], verdict=judged(proposal, 0))
     assert tries[0] > tries[1] > tries[2] >= tries[3] > 0, "other buckets know of the first"
-    assert priced(drafter, state, 3, prices, row=1).lengths == (0,), "and so does a new row"
+    dearer = Prices(forward=lambda k: 1.0 + 0.2 * k, one_sec=1e9)
+    assert priced(drafter, state, 3, dearer, row=1).lengths == (0,), "and so does a new row"
+    fresh = Composite([("cheap", cheap), ("other", other)])
+    assert priced(fresh, fresh.new_state(2), 3, dearer, row=1).lengths[0] > 0
     assert priced(drafter, state, 3, None, row=1).lengths == (5,), "without prices a row starts afresh"
