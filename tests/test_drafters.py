@@ -280,8 +280,9 @@ def test_the_training_forward_at_an_anchor_is_the_serving_proposal(name: str, ta
             assert len(row) == depth
             tokens[b, n + 1 : n + 1 + depth] = torch.tensor(row)
         with torch.no_grad():
-            out = drafter(replace(batch, tokens=tokens, anchors=torch.tensor(upto)[:, None]))
-            predicted = target.hooks().head(out.hidden[:, 0]).argmax(-1)
+            given = replace(batch, tokens=tokens, anchors=torch.tensor(upto)[:, None])
+            out = drafter(given)
+            predicted = drafter.predict(out, given)[:, 0]
         assert predicted.tolist() == proposal
         assert out.labels[:, 0].tolist() == proposal
         assert out.mask.all()

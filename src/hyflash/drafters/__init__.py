@@ -14,10 +14,13 @@ _NOT_METHODS = {
     "block_config",
     "block_model",
     "context",
+    "convolution",
     "objective",
     "packed_drafter",
     "late",
     "packing",
+    "selecting",
+    "selector",
     "vocab",
     "zlab",
 }

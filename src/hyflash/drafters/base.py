@@ -115,6 +115,10 @@ class Drafter(nn.Module, ABC):
         """Training loss as sums."""
         raise HyflashError(f"{type(self).__module__} is training-free.")
 
+    def predict(self, out: DraftOutput, batch: TrainBatch) -> Tensor:
+        """Greedy tokens (B, A, L) that a training forward stands for, each after the labels before it."""
+        return self.hooks.head(out.hidden).argmax(-1)
+
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
         """Closed-form start from a few batches, where the method has one; returns figures for the log."""
         return {}

@@ -19,7 +19,7 @@ from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
-from hyflash.drafters.objective import at_positions, block_loss
+from hyflash.drafters.objective import Reduced, at_positions, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.vocab import ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError
@@ -96,8 +96,11 @@ class DrafterImpl(BlockModel):
     def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
         """Weighted sum of row losses over labelled positions, with accuracy per position and teacher-forced tau."""
         target = self._target_hidden(batch) if self.config.needs_final_tap_for_loss else None
-        reduced = None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
-        return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target)
+        return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=self._reduced(), target=target)
+
+    def _reduced(self) -> Reduced | None:
+        """The static draft vocabulary and where its rows come from; None without one."""
+        return None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
 
     def _target_hidden(self, batch: TrainBatch) -> Tensor:
         """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
@@ -250,17 +253,21 @@ class DrafterImpl(BlockModel):
         if self.packed is not None and self._head_packs():
             return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
-        head = self._serving_head(own, request)
+        tokens, lengths, probs, cut = self._choose(hidden, self._serving_head(own, request), request.anchors, wanted)
+        step = torch.arange(depth, device=tokens.device)
+        real = step < torch.tensor(lengths, device=tokens.device)[:, None]
+        return Proposal(tokens=tokens * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut)
+
+    def _choose(
+        self, hidden: Tensor, head: ServingHead, anchors: Tensor, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
+        """Greedy tokens of hidden (B, L, D), as `pick_tokens` gives them."""
         if self.correction is None:
             logits = head.logits(hidden)
         else:
-            logits = head.corrected(hidden, request.anchors, self.correction, self._embed)
+            logits = head.corrected(hidden, anchors, self.correction, self._embed)
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
-        step = torch.arange(depth, device=columns.device)
-        real = step < torch.tensor(lengths, device=columns.device)[:, None]
-        return Proposal(
-            tokens=head.token_ids(columns) * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut
-        )
+        return head.token_ids(columns), lengths, probs, cut
 
     def _head_packs(self) -> bool:
         """Whether the kernels can do a whole pass: an embedding they can read, a reduced vocabulary, at most a GRU."""

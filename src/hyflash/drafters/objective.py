@@ -6,6 +6,7 @@ With a reduced vocabulary the loss sees its static list and the batch's labels, 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from hyflash.core import DraftOutput, LossTerms, TargetHooks, TrainBatch
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.vocab import HeadRows, full_head, head_logits, training_vocab
-from hyflash.ops.losses import Head, decay_weights, dpace_weights, head_losses, leading_run
+from hyflash.ops.losses import Head, RowLosses, decay_weights, dpace_weights, head_losses, leading_run
 
 Reduced = tuple[HeadRows, Tensor]
 
@@ -36,39 +37,62 @@ def block_loss(
     """
     mask = out.mask
     labels = out.labels[mask]
-    head, index = _head(hooks, reduced, labels)
+    head = training_head(hooks, reduced, labels)
     rows = head_losses(
         out.hidden[mask],
-        index,
-        head=head,
+        head.labels,
+        head=head.logits,
         kind=config.loss,
         target_hidden=None if target is None else target[mask],
     )
-    prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
-    hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
-    if config.dpace:
-        position = dpace_weights(prob, mask)
-    else:
-        position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
-    weights = (position * batch.weights[..., None])[mask]
-    counted = mask[..., 0]
-    metrics = {"tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
-    for k in range(mask.shape[-1]):
-        metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+    weights = row_weights(rows, mask, batch, config)
+    metrics = hit_metrics(rows.correct, mask)
     return LossTerms(numerator=(rows.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
 
 
-def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[Head, Tensor]:
-    """The head to train against and each label's column in it."""
+def row_weights(rows: RowLosses, mask: Tensor, batch: TrainBatch, config: DFlashConfig) -> Tensor:
+    """What each labelled position weighs, (N,) in the order of the mask (B, A, L)."""
+    if config.dpace:
+        prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
+        position = dpace_weights(prob, mask)
+    else:
+        position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
+    return (position * batch.weights[..., None])[mask]
+
+
+def hit_metrics(correct: Tensor, mask: Tensor, prefix: str = "") -> dict[str, tuple[float, float]]:
+    """Teacher-forced tau and accuracy by position of right drafts (N,), in the order of the mask (B, A, L)."""
+    hits, counted = torch.zeros_like(mask).masked_scatter(mask, correct), mask[..., 0]
+    metrics = {f"{prefix}tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
+    for k in range(mask.shape[-1]):
+        metrics[f"{prefix}acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingHead:
+    """The head to train against."""
+
+    logits: Head
+    labels: Tensor  # (N,) int64, each label's column
+    ids: Tensor | None  # (M,) int64, token ids of the columns; None: the whole vocabulary
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of logit columns."""
+        return columns if self.ids is None else self.ids[columns]
+
+
+def training_head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> TrainingHead:
+    """The whole head, or with a reduced vocabulary its static list and the labels (N,)."""
     if reduced is None:
-        return partial(full_head, hooks), labels
+        return TrainingHead(logits=partial(full_head, hooks), labels=labels, ids=None)
     rows, static = reduced
     ids, index = training_vocab(static, labels)
     weight, bias = rows(ids)
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))  # once, not once a chunk
-    return partial(head_logits, weight=weight, bias=bias), index
+    return TrainingHead(logits=partial(head_logits, weight=weight, bias=bias), labels=index, ids=ids)
 
 
 def at_positions(values: Tensor, positions: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 LossKind = Literal["ce", "ce_tv", "kl"]
 Head = Callable[[Tensor], Tensor]
@@ -99,6 +100,47 @@ def head_losses(
     """
     loss, prob, correct = _HeadLoss.apply(hidden, labels, target_hidden, head, kind, chunk_rows)  # type: ignore[no-untyped-call]
     return RowLosses(loss=loss, prob=prob, correct=correct)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestColumns:
+    """The likeliest columns of each row, best first."""
+
+    logprobs: Tensor  # (N, K) float32, with gradient
+    columns: Tensor  # (N, K) int64
+
+
+def candidate_losses(
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    head: Head,
+    num_candidates: int,
+    kind: LossKind = "ce",
+    target_hidden: Tensor | None = None,
+    chunk_rows: int = 512,
+) -> tuple[RowLosses, BestColumns]:
+    """`head_losses` and the K = `num_candidates` best columns of each row, through which gradients flow as well.
+
+    What comes back to those is known only later, so each chunk's logits are computed again in the backward pass.
+    """
+
+    def chunk(rows: Tensor, labels: Tensor, target_rows: Tensor | None) -> tuple[Tensor, ...]:
+        logits = head(rows).float()
+        with torch.no_grad():
+            target_logits = None if target_rows is None else head(target_rows).float()
+        loss, ce = chunk_loss(logits, labels, target_logits, kind)
+        values, columns = logits.topk(num_candidates, dim=-1)
+        return loss, ce, values - logits.logsumexp(-1, keepdim=True), columns
+
+    count, parts = len(hidden), []
+    for start in range(0, max(count, 1), chunk_rows):
+        part = slice(start, start + chunk_rows)
+        inputs = (hidden[part], labels[part], None if target_hidden is None else target_hidden[part])
+        parts.append(checkpoint(chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
+    loss, ce, logprobs, columns = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    rows = RowLosses(loss=loss, prob=ce.detach().neg().exp(), correct=columns[:, 0] == labels)
+    return rows, BestColumns(logprobs=logprobs, columns=columns)
 
 
 def decay_weights(num_positions: int, gamma: float, device: torch.device) -> Tensor:
