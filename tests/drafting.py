@@ -21,6 +21,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-window": ("dflash", {"window": 8}),
     **{f"hyflash-{core}": ("hyflash", {"memory_core": core}) for core in ("none", "mean", "gla", "delta", "mamba2")},
     "hyflash-all-parts": ("hyflash", {"draft_vocab_size": 32, "correction": "gru", "start": "ridge"}),
+    "dflash2": ("dflash2", {}),
+    "dflash2-memory": ("dflash2", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32}),
+    "dcoco": ("dcoco", {}),
+    "dcoco-memory": ("dcoco", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32, "start": "ridge"}),
     "lookup+hyflash": ("lookup+hyflash", {}),
 }
 """Every kind of drafter there is: name -> what `tiny_drafter` builds."""

@@ -69,7 +69,7 @@ class PairCorrector(PairScorer):
 
     def successors(self, ids: Tensor) -> Tensor:
         """From the rows of the target's head."""
-        rows = self.hooks.head_rows(ids.flatten()).detach().view(*ids.shape, -1)
+        rows = self.hooks.head_rows(ids.flatten()).detach().view(*ids.shape, self.successor.in_features)
         out: Tensor = self.successor_norm(self.successor(self._normed(rows)))
         return out
 
