@@ -77,8 +77,8 @@ class PairCorrector(PairScorer):
         """The MLP's first layer is taken apart: only the product has to be multiplied for every pair."""
         first, second, both, state = torch.split_with_sizes(self.hidden.weight, self.sizes, dim=1)
         inner = (before[..., :, None, :] * after[..., None, :, :]) @ both.T
-        inner = inner + (before @ first.T)[..., :, None, :] + (after @ second.T)[..., None, :, :]
-        inner = inner + F.linear(context, state, self.hidden.bias)[..., None, None, :]
+        later = after @ second.T + F.linear(context, state, self.hidden.bias)[..., None, :]
+        inner = inner + (before @ first.T)[..., :, None, :] + later[..., None, :, :]
         out: Tensor = self.out(F.silu(inner))[..., 0].float()
         return out
 

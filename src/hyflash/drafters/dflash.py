@@ -253,19 +253,20 @@ class DrafterImpl(BlockModel):
         if self.packed is not None and self._head_packs():
             return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
-        tokens, lengths, probs, cut = self._choose(hidden, self._serving_head(own, request), request.anchors, wanted)
+        tokens, lengths, probs, cut = self._choose(own, request, hidden, wanted)
         step = torch.arange(depth, device=tokens.device)
         real = step < torch.tensor(lengths, device=tokens.device)[:, None]
         return Proposal(tokens=tokens * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut)
 
     def _choose(
-        self, hidden: Tensor, head: ServingHead, anchors: Tensor, wanted: tuple[int, ...]
+        self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
     ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
         """Greedy tokens of hidden (B, L, D), as `pick_tokens` gives them."""
+        head = self._serving_head(state, request)
         if self.correction is None:
             logits = head.logits(hidden)
         else:
-            logits = head.corrected(hidden, anchors, self.correction, self._embed)
+            logits = head.corrected(hidden, request.anchors, self.correction, self._embed)
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
         return head.token_ids(columns), lengths, probs, cut
 

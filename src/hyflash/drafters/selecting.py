@@ -15,15 +15,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hyflash.core import DraftCost, DraftOutput, LossTerms, TargetHooks, TrainBatch
+from hyflash.core import DraftCost, DraftOutput, DraftRequest, LossTerms, TargetHooks, TrainBatch
 from hyflash.drafters import hyflash
 from hyflash.drafters.base import DrafterConfig
+from hyflash.drafters.context import BlockState
 from hyflash.drafters.hyflash import HyFlashConfig
 from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, training_head
 from hyflash.drafters.selector import PairScorer, selection_losses, walk
-from hyflash.drafters.vocab import ServingHead
 from hyflash.errors import UserError
-from hyflash.ops.losses import BestColumns, RowLosses, candidate_losses
+from hyflash.ops.losses import BestColumns, RowLosses, best_logprobs, candidate_losses
 
 
 class SelectingConfig(HyFlashConfig):
@@ -163,17 +163,24 @@ class SelectingDrafter(hyflash.DrafterImpl):
         return False
 
     def _choose(
-        self, hidden: Tensor, head: ServingHead, anchors: Tensor, wanted: tuple[int, ...]
+        self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
     ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
         """Tokens of hidden (B, L, D) along the selector's path, cut at the first position that is not finite."""
-        logits = head.logits(hidden).float()
-        values, columns = logits.topk(self.config.selector_top_k, dim=-1)
-        ids = head.token_ids(columns)
-        path = walk(self.candidate_selector, hidden, anchors, values - logits.logsumexp(-1, keepdim=True), ids)
+        logprobs, ids = self._listed(state, request, hidden)
+        path = walk(self.candidate_selector, hidden, request.anchors, logprobs, ids)
         good = path.finite.long().cumprod(1).sum(1).tolist()
         lengths = tuple(min(w, g) for w, g in zip(wanted, good, strict=True))
         cut = sum(g < min(w, hidden.shape[1]) for w, g in zip(wanted, good, strict=True))
         return ids.gather(-1, path.places[..., None])[..., 0], lengths, path.probs.nan_to_num(), cut
+
+    def _listed(self, state: BlockState, request: DraftRequest, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids (B, L, K) of each slot's candidates, best first."""
+        count = self.config.selector_top_k
+        if self.packed is not None and self.draft_ids is not None:
+            return self.packed.candidates(state, request, hidden, count, reduced=self._reduced_head())
+        head = self._serving_head(state, request)
+        logprobs, columns = best_logprobs(head.logits(hidden), count)
+        return logprobs, head.token_ids(columns)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """As HyFlash, and the selector's pass."""

@@ -110,6 +110,12 @@ class BestColumns:
     columns: Tensor  # (N, K) int64
 
 
+def best_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, float32, and columns (..., K) of the `count` best of logits (..., M), best first."""
+    values, columns = logits.float().topk(count, dim=-1)
+    return values - logits.float().logsumexp(-1, keepdim=True), columns
+
+
 def candidate_losses(
     hidden: Tensor,
     labels: Tensor,
@@ -130,8 +136,7 @@ def candidate_losses(
         with torch.no_grad():
             target_logits = None if target_rows is None else head(target_rows).float()
         loss, ce = chunk_loss(logits, labels, target_logits, kind)
-        values, columns = logits.topk(num_candidates, dim=-1)
-        return loss, ce, values - logits.logsumexp(-1, keepdim=True), columns
+        return loss, ce, *best_logprobs(logits, num_candidates)
 
     count, parts = len(hidden), []
     for start in range(0, max(count, 1), chunk_rows):
