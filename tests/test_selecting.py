@@ -18,7 +18,7 @@ from hyflash.drafters.base import Drafter
 from hyflash.drafters.dcoco import PairCorrector
 from hyflash.drafters.selecting import SelectingDrafter
 from hyflash.errors import UserError
-from hyflash.train.optim import freeze
+from hyflash.train.optim import freeze, group_names
 
 METHODS = ["dflash2", "dcoco"]
 SMALL: dict[str, Any] = {"num_layers": 2, "num_draft_tokens": 4, "num_taps": 2}
@@ -69,6 +69,30 @@ def test_a_checkpoint_of_another_method_drafts_the_same_until_it_is_trained(
     torch.testing.assert_close(got.confidence, want.confidence, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(new(batch).hidden, old(batch).hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_beside_a_checkpoint_options_of_what_it_does_not_have_are_taken(tmp_path: Path) -> None:
+    checkpoint.save(build("dflash", correction="markov"), tmp_path)
+    options = {"selector_top_k": 3, "candidate_width": 5, "memory_core": "delta"}
+    found = checkpoint.load(f"dcoco:{tmp_path}", fake_hooks(), options=options)
+    assert {name: getattr(found.config, name) for name in options} == options
+    for name, value in {"window": 7, "num_layers": 3, "correction": "none"}.items():
+        with pytest.raises(UserError, match=f"says what {name} must be"):
+            checkpoint.load(f"dcoco:{tmp_path}", fake_hooks(), options={name: value})
+    with pytest.raises(UserError, match="unknown option 'selector_rank'"):
+        checkpoint.load(f"dcoco:{tmp_path}", fake_hooks(), options={"selector_rank": 3})
+
+
+def test_weights_that_learn_are_chosen_by_name() -> None:
+    drafter = build("dcoco")
+    freeze(drafter, ["candidate_selector.out.*", "*_norm.weight"])
+    names = {name for group in group_names(drafter).values() for name in group}
+    assert {"candidate_selector.out.weight", "candidate_selector.pair_norm.weight", "hidden_norm.weight"} <= names
+    assert not {"fc.weight", "candidate_selector.pair.weight"} & names
+    freeze(drafter, [])
+    assert all(p.requires_grad for p in drafter.parameters())
+    with pytest.raises(UserError, match=r"no weight is called 'selector\.\*'; their names begin with tap_norm, fc"):
+        freeze(drafter, ["fc.*", "selector.*"])
 
 
 @pytest.mark.parametrize("method", METHODS)

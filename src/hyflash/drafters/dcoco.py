@@ -77,9 +77,10 @@ class PairCorrector(PairScorer):
         """The MLP's first layer is taken apart: only the product has to be multiplied for every pair."""
         first, second, both, state = torch.split_with_sizes(self.hidden.weight, self.sizes, dim=1)
         inner = (before[..., :, None, :] * after[..., None, :, :]) @ both.T
-        later = after @ second.T + F.linear(context, state, self.hidden.bias)[..., None, :]
-        inner = inner + (before @ first.T)[..., :, None, :] + later[..., None, :, :]
-        out: Tensor = self.out(F.silu(inner))[..., 0].float()
+        # In place: a fresh megabyte for each step would cost more than its arithmetic.
+        inner += (before @ first.T)[..., :, None, :]
+        inner += (after @ second.T + F.linear(context, state, self.hidden.bias)[..., None, :])[..., None, :, :]
+        out: Tensor = self.out(F.silu(inner, inplace=not inner.requires_grad))[..., 0].float()
         return out
 
     def flops(self, num_slots: int, num_candidates: int) -> int:
