@@ -1,8 +1,8 @@
-"""DCOCO: all neighbours among each slot's candidates corrected in one pass by a scorer without a vocabulary (TD-Labs).
+"""DCOCO: all neighbours among each slot's candidates corrected in one pass by a scorer without a vocabulary.
 
 In: what its backbone reads, a DFlash or (`memory_core`, `window`) a HyFlash. Out: draft tokens along the best path.
 Tokens enter as rows of the target's own embedding and head, so the scorer is small whatever the vocabulary. Sizes
-are those of the published models, whose code is not public; the network inside them is ours.
+are those of TD-Labs' published models, whose code is not public; the network inside them is ours.
 """
 
 from __future__ import annotations
