@@ -306,7 +306,8 @@ def test_layer_type_rules_of_foreign_windows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures names 'DFlash2DraftModel'"),
+        ({"architectures": ["DFlash3DraftModel"]}, "architectures names 'DFlash3DraftModel'"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_group_size is None; expected a whole number"),
         ({"dflash_config": {"conv_kernel_size": 2}}, r"dflash_config\.conv_kernel_size is 2, which we cannot honour"),
         ({"dflash_config": {"selector_rank": 256}}, r"dflash_config\.selector_rank"),
         ({"dflash_config": {"projector_type": "dfly"}}, "projector_type is 'dfly'"),

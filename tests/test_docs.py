@@ -12,7 +12,7 @@ import typer
 from hyflash.cli.main import app
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
 
 def blocks(page: Path, kind: str) -> list[str]:

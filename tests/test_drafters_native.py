@@ -34,7 +34,7 @@ from native_models import native_dir, needs_kernels
 pytestmark = [needs_kernels, pytest.mark.usefixtures("own_cache")]
 torch.set_num_threads(1)
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: kind for name, kind in KINDS.items() if kind[0] != "lookup"},
+    **{name: kind for name, kind in KINDS.items() if kind[0] not in ("lookup", "dflash2")},
     "dflash-two-layers": ("dflash", {"num_layers": 2, "causal_block": True, "attention_bias": True}),
     "dflash-mixed": ("dflash", {"num_layers": 2, "window": 8, "full_layers": (1,)}),
     "dflash-markov": ("dflash", {"draft_vocab_size": 32, "correction": "markov"}),
@@ -216,6 +216,7 @@ def test_empty_commits_change_nothing(kind: str, target: Any) -> None:
         ("hyflash", {"memory_dim": 8}),
         ("hyflash", {"head_dim": 24, "memory_dim": 16}),
         ("dflash", {"window": 8, "window_counts_slots": True}),
+        ("dflash2", {}),  # the kernels know no convolutions
     ],
 )
 def test_what_does_not_fit_stays_on_torch_and_says_so(spec: str, options: dict[str, Any], target: Any) -> None:
@@ -284,7 +285,7 @@ def test_a_new_draft_vocabulary_reaches_the_packed_head(target: Any) -> None:
 # --------------------------------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("kind", ["hyflash-all-parts", "hyflash-reduced", "dflash", "lookup+hyflash"])
+@pytest.mark.parametrize("kind", ["hyflash-all-parts", "hyflash-reduced", "dflash", "dcoco-memory", "lookup+hyflash"])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_text_with_packed_drafters_is_that_of_plain_decoding(kind: str, batch: int, target: Any) -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"temperature": 0.5}, {}]

@@ -61,7 +61,6 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         (with_value("drafter", "num_layer", 1), r"unknown option 'num_layer'. Did you mean 'num_layers'"),
         (with_value("drafter", "name", "dflsh"), r"unknown drafter 'dflsh'. Did you mean 'dflash'"),
         (with_value("drafter", "name", None), r"name is None"),
-        (with_value("drafter", "init", "./old"), r"init takes the config of ./old; remove num_layers"),
         (with_value("train", "max_sec", 9.0), r"exactly one of steps and max_sec, found steps and max_sec"),
         (with_value("train", "steps", 0), r"exactly one of steps and max_sec, found none"),
         (with_value("train", "lr", -1.0), r"lr is -1.0"),

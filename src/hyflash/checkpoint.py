@@ -57,15 +57,15 @@ def save(
     _write_json(directory / CONFIG, _config(drafter, _DTYPES[dtype]))
 
 
-def load(spec: str, hooks: TargetHooks) -> Drafter:
+def load(spec: str, hooks: TargetHooks, *, options: Mapping[str, Any] | None = None) -> Drafter:
     """The drafter that `spec` names, ready to serve. Raises UserError.
 
     `NAME` is a method with its default options; `CHECKPOINT` a directory or the name of a shipped drafter;
-    `NAME:CHECKPOINT` reads it into another method (`hyflash:./dflash` adds a fresh memory); `A+B` composes. A path
-    with a "+" stands alone.
+    `NAME:CHECKPOINT` reads it into another method (`hyflash:./dflash` adds a fresh memory), with `options` of the parts
+    that the checkpoint does not have; `A+B` composes. A path with a "+" stands alone.
     """
     specs = hub.drafter_parts(spec)
-    parts = [_load_one(part, hooks) for part in specs]
+    parts = [_load_one(part, hooks, options or {}) for part in specs]
     if len(parts) == 1:
         return parts[0].eval()
     names = [_method(part) for part in parts]
@@ -164,11 +164,11 @@ def _replace(path: Path, write: Any) -> None:
 # --------------------------------------------------------------------------------------------- reading
 
 
-def _load_one(spec: str, hooks: TargetHooks) -> Drafter:
+def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafter:
     name, path = _parse(spec)
     if path is None:
         method = drafters.load_class(name)
-        return method(method.Config(), hooks)
+        return method(method.Config.parse(given, where=spec), hooks)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     where = str(path / CONFIG)
     if "hyflash" in config:
@@ -178,7 +178,9 @@ def _load_one(spec: str, hooks: TargetHooks) -> Drafter:
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
-    options = method.Config.parse(method.import_config(values) if upgrade else values, where=where)
+    if fixed := sorted(given.keys() & values.keys()):
+        raise UserError(f"{path} says what {', '.join(fixed)} must be; leave out what its own config has.")
+    options = method.Config.parse({**(method.import_config(values) if upgrade else values), **given}, where=where)
     drafter = method(options, hooks)
     weights = zlab_heads.without_copies(_read_weights(path), hooks, where=str(path))
     weights = method.import_weights(weights, drafter.config)

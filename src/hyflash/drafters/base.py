@@ -137,6 +137,10 @@ class Drafter(nn.Module, ABC):
         """Fit the stated confidence to how proposals fared on held-out texts; returns figures for the log."""
         return {}
 
+    def predict(self, out: DraftOutput, batch: TrainBatch) -> Tensor:
+        """Greedy tokens (B, A, L) that a training forward stands for, each after the labels before it."""
+        return self.logits(out).argmax(-1)
+
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
         """Closed-form start from a few batches, where the method has one; returns figures for the log."""
         return {}

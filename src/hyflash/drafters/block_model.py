@@ -7,6 +7,7 @@ contexts of their own kind (`dflash.py`). Parameter names are those of z-lab's c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,17 +85,20 @@ class BlockModel(PackingDrafter):
         return zlab.own_names(weights, config) if isinstance(config, DFlashConfig) else dict(weights)
 
     def _new_layer(self) -> DraftLayer:
+        return DraftLayer(self.config.hidden_size, **self._layer_parts())
+
+    def _layer_parts(self) -> dict[str, Any]:
+        """Arguments of a new layer beside its width."""
         cfg = self.config
-        return DraftLayer(
-            cfg.hidden_size,
-            inner=cfg.intermediate_size,
-            num_heads=cfg.num_heads,
-            num_kv_heads=cfg.num_kv_heads,
-            head_dim=cfg.head_dim,
-            eps=cfg.rms_norm_eps,
-            bias=cfg.attention_bias,
-            memory=self._new_memory(),
-        )
+        return {
+            "inner": cfg.intermediate_size,
+            "num_heads": cfg.num_heads,
+            "num_kv_heads": cfg.num_kv_heads,
+            "head_dim": cfg.head_dim,
+            "eps": cfg.rms_norm_eps,
+            "bias": cfg.attention_bias,
+            "memory": self._new_memory(),
+        }
 
     def _new_memory(self) -> nn.Module | None:
         """Memory of a new layer; DFlash has none."""

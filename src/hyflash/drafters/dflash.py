@@ -19,7 +19,7 @@ from hyflash.drafters.base import DrafterConfig, State, pick_tokens
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
-from hyflash.drafters.objective import PLAIN, HeadTraining, at_positions, block_loss
+from hyflash.drafters.objective import PLAIN, HeadTraining, Reduced, at_positions, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.vocab import ReducedHead, ServingHead
 from hyflash.errors import HyflashError, UserError
@@ -96,9 +96,12 @@ class DrafterImpl(BlockModel):
     def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
         """Weighted sum of row losses over labelled positions, with accuracy per position and teacher-forced tau."""
         target = self._target_hidden(batch) if self.config.needs_final_tap_for_loss else None
-        reduced = None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
-        extra = self._head_training(out, batch)
+        reduced, extra = self._reduced(), self._head_training(out, batch)
         return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target, extra=extra)
+
+    def _reduced(self) -> Reduced | None:
+        """The static draft vocabulary and where its rows come from; None without one."""
+        return None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
 
     def _head_training(self, out: DraftOutput, batch: TrainBatch) -> HeadTraining:
         """What a head of the drafter's own brings into the loss; DFlash has none."""
@@ -260,17 +263,19 @@ class DrafterImpl(BlockModel):
         if self.packed is not None and self._head_packs():
             return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
-        head = self._serving_head(own, request)
+        tokens, lengths, probs, cut = self._choose(own, request, hidden, wanted)
+        step = torch.arange(depth, device=tokens.device)
+        real = step < torch.tensor(lengths, device=tokens.device)[:, None]
+        return Proposal(tokens=tokens * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut)
+
+    def _choose(
+        self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
+    ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
+        """Greedy tokens of hidden (B, L, D), as `pick_tokens` gives them, with the confidence stated where one is."""
+        head = self._serving_head(state, request)
         logits, stated = self._draft(hidden, head, request.anchors)
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
-        step = torch.arange(depth, device=columns.device)
-        real = step < torch.tensor(lengths, device=columns.device)[:, None]
-        return Proposal(
-            tokens=head.token_ids(columns) * real,
-            lengths=lengths,
-            confidence=(probs if stated is None else stated) * real,
-            num_nonfinite=cut,
-        )
+        return head.token_ids(columns), lengths, probs if stated is None else stated, cut
 
     def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits (B, L, M) of hidden (B, L, D), and finite confidences (B, L); None: the tokens' own probabilities."""

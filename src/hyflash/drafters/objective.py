@@ -53,31 +53,22 @@ def block_loss(
     """
     mask = out.mask
     labels = out.labels[mask]
-    head, index, ids = _head(hooks, reduced, labels)
+    head = training_head(hooks, reduced, labels)
     addition = None
     if extra.latent is not None and extra.table is not None:
-        table = extra.table if ids is None else extra.table[ids]
+        table = extra.table if head.ids is None else extra.table[head.ids]
         addition = Addition(latent=extra.latent[mask], table=table, base_share=extra.base_share)
     rows = head_losses(
         out.hidden[mask],
-        index,
-        head=head,
+        head.labels,
+        head=head.logits,
         kind=config.loss,
         target_hidden=None if target is None else target[mask],
         addition=addition,
     )
     loss, metrics = _with_confidence(rows, mask, extra)
-    prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
-    hits = torch.zeros_like(mask).masked_scatter(mask, rows.correct)
-    if config.dpace:
-        position = dpace_weights(prob, mask)
-    else:
-        position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
-    weights = (position * batch.weights[..., None])[mask]
-    counted = mask[..., 0]
-    metrics["tau"] = (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))
-    for k in range(mask.shape[-1]):
-        metrics[f"acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+    weights = row_weights(rows, mask, batch, config)
+    metrics |= hit_metrics(rows.correct, mask)
     return LossTerms(numerator=(loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
 
 
@@ -98,17 +89,49 @@ def _with_confidence(
     return rows.loss + extra.confidence_weight * wrong, metrics
 
 
-def _head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> tuple[Head, Tensor, Tensor | None]:
-    """The head to train against, each label's column in it, and the ids of the columns (None: all in order)."""
+def row_weights(rows: RowLosses, mask: Tensor, batch: TrainBatch, config: DFlashConfig) -> Tensor:
+    """What each labelled position weighs, (N,) in the order of the mask (B, A, L)."""
+    if config.dpace:
+        prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)
+        position = dpace_weights(prob, mask)
+    else:
+        position = decay_weights(mask.shape[-1], config.gamma, mask.device).expand(mask.shape)
+    return (position * batch.weights[..., None])[mask]
+
+
+def hit_metrics(correct: Tensor, mask: Tensor, prefix: str = "") -> dict[str, tuple[float, float]]:
+    """Teacher-forced tau and accuracy by position of right drafts (N,), in the order of the mask (B, A, L)."""
+    hits, counted = torch.zeros_like(mask).masked_scatter(mask, correct), mask[..., 0]
+    metrics = {f"{prefix}tau": (float((1 + leading_run(hits))[counted].sum()), float(counted.sum()))}
+    for k in range(mask.shape[-1]):
+        metrics[f"{prefix}acc@{k + 1}"] = (float(hits[..., k].sum()), float(mask[..., k].sum()))
+    return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingHead:
+    """The head to train against."""
+
+    logits: Head
+    labels: Tensor  # (N,) int64, each label's column
+    ids: Tensor | None  # (M,) int64, token ids of the columns; None: the whole vocabulary
+
+    def token_ids(self, columns: Tensor) -> Tensor:
+        """Token ids of logit columns."""
+        return columns if self.ids is None else self.ids[columns]
+
+
+def training_head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -> TrainingHead:
+    """The whole head, or with a reduced vocabulary its static list and the labels (N,)."""
     if reduced is None:
-        return partial(full_head, hooks), labels, None
+        return TrainingHead(logits=partial(full_head, hooks), labels=labels, ids=None)
     rows, static = reduced
     ids, index = training_vocab(static, labels)
     weight, bias = rows(ids)
     device = weight.device.type
     if torch.is_autocast_enabled(device):
         weight = weight.to(torch.get_autocast_dtype(device))  # once, not once a chunk
-    return partial(head_logits, weight=weight, bias=bias), index, ids
+    return TrainingHead(logits=partial(head_logits, weight=weight, bias=bias), labels=index, ids=ids)
 
 
 def at_positions(values: Tensor, positions: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hyflash.core import DraftRequest, Proposal, TargetHooks
 from hyflash.drafters.context import BlockState
-from hyflash.drafters.vocab import ReducedHead
+from hyflash.drafters.vocab import ReducedHead, head_logits
 from hyflash.errors import HyflashError
 from hyflash.layers import DraftLayer, GRUCorrection, RidgeStart, RMSNorm, TapNorm
 from hyflash.ops.blocks import (
@@ -36,6 +36,7 @@ from hyflash.ops.blocks import (
     run_take,
 )
 from hyflash.ops.kernels import Kernels, Matrix, Ring, RowHead
+from hyflash.ops.losses import best_logprobs
 
 KEPT_ROWS = 2048
 """Head rows beside the static list that are kept from round to round; a context of 8192 tokens adds about 500."""
@@ -248,10 +249,9 @@ class PackedDrafter:
         self, state: BlockState, request: DraftRequest, wanted: Sequence[int], *, reduced: ReducedHead
     ) -> Proposal:
         """Greedy tokens, `wanted[b]` of each row, cut at the first that is not finite, through a reduced head."""
-        if self._head is None or self._head.reduced is not reduced:
-            self.take_head(reduced)
-        assert self._head is not None
-        assert self._block is not None
+        head = self._head_of(reduced)
+        if self._block is None:
+            self._block = self._new_block(head)
         asked, rows = [b for b, most in enumerate(wanted) if most], []
         anchors = request.anchors.tolist()
         for b in asked:
@@ -263,7 +263,7 @@ class PackedDrafter:
                     anchor=anchors[b],
                     num_tokens=wanted[b],
                     before=state.fixed["last"][row] if self._start else None,
-                    head=self._head.of_row(seen, anchors[b]),
+                    head=head.of_row(seen, anchors[b]),
                     seen=self._seen(state, row),
                 )
             )
@@ -277,10 +277,29 @@ class PackedDrafter:
             lengths[b] = n
         return Proposal(tokens=tokens, lengths=tuple(lengths), confidence=shares, num_nonfinite=cut)
 
+    def candidates(
+        self, state: BlockState, request: DraftRequest, hidden: Tensor, count: int, *, reduced: ReducedHead
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids (B, L, K) of the `count` best tokens of hidden (B, L, D) by a reduced head."""
+        packed, lists = self._head_of(reduced), []
+        for row, anchor, states in zip(request.rows, request.anchors.tolist(), hidden, strict=True):
+            head = packed.of_row(state.fixed["seen"][row], anchor)
+            (static,) = self._kernels.dense(states, [head.static])
+            more = head_logits(states, head.rows[head.more], head.more_bias)
+            logprobs, columns = best_logprobs(torch.cat((static, more), dim=-1), count)
+            lists.append((logprobs, torch.cat((head.ids, head.more_ids))[columns]))
+        logprobs, ids = (torch.stack(parts) for parts in zip(*lists, strict=True))
+        return logprobs, ids
+
     def take_head(self, reduced: ReducedHead) -> None:
         """Pack a reduced head, for `propose`."""
-        self._head = PackedHead(self._kernels, reduced)
-        self._block = self._new_block(self._head)
+        self._block = self._new_block(self._head_of(reduced))
+
+    def _head_of(self, reduced: ReducedHead) -> PackedHead:
+        """The packed form of a reduced head, kept until another comes."""
+        if self._head is None or self._head.reduced is not reduced:
+            self._head, self._block = PackedHead(self._kernels, reduced), None
+        return self._head
 
     def _seen(self, state: BlockState, row: int) -> list[tuple[Ring, Tensor | None]]:
         """What the slots of a row may see, layer by layer: the ring of its context, and its memory if there is one."""

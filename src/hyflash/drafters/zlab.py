@@ -16,7 +16,7 @@ from hyflash.core import TargetInfo
 from hyflash.drafters.block_config import DFlashConfig, tap_rule
 from hyflash.errors import UserError
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 
 # Keys that change the network, with the only value under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -40,6 +40,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "speculators_model_type": (None,),
     "final_logit_softcapping": (None,),  # the target's own is applied by its head
 }
+# Keys of a DFlash 2, which are options of ours of the same names.
+_NEEDED_2 = ("conv_group_size", "conv_kernel_size", "selector_rank", "selector_top_k")
+_KNOWN_2 = (*_NEEDED_2, "final_logit_softcapping", "output_multiplier")
 _NESTED = {
     "block_size",
     "causal",
@@ -56,8 +59,13 @@ _NESTED = {
 }
 
 
+def method(config: Mapping[str, Any]) -> str:
+    """Our drafter that a z-lab config.json is for."""
+    return "dflash2" if ARCHITECTURE_2 in (config.get("architectures") or ()) else "dflash"
+
+
 def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> dict[str, Any]:
-    """Options of `dflash` for a z-lab config.json, nested or flat. Raises UserError, naming the key."""
+    """Options of `method` for a z-lab config.json, nested or flat. Raises UserError, naming the key."""
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, Mapping):
         raise UserError(f"{where}: dflash_config is {nested!r}; expected a table.")
@@ -114,7 +122,17 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
         "rms_norm_eps": need("rms_norm_eps"),
         "max_positions": need("max_position_embeddings"),
         **_attention(config, nested, layers, where),
+        **(_second(config, nested, where) if method(config) == "dflash2" else {}),
     }
+
+
+def _second(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options that a DFlash 2 has beside those of a DFlash."""
+    found = {key: either(config, nested, key, where) for key in _KNOWN_2}
+    for key in _NEEDED_2:
+        if not isinstance(found[key], int):
+            raise UserError(f"{where}: {key} is {found[key]!r}; expected a whole number, as every DFlash 2 has.")
+    return found
 
 
 def write_config(config: DFlashConfig, info: TargetInfo, *, dtype: str) -> dict[str, Any]:
@@ -192,12 +210,17 @@ def either(config: Mapping[str, Any], nested: Mapping[str, Any], key: str, where
 
 def _refuse_foreign(config: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> None:
     for name in config.get("architectures") or ():
-        if name != ARCHITECTURE:
-            raise UserError(f"{where}: architectures names {name!r}; we read {ARCHITECTURE} and our own.")
+        if name not in (ARCHITECTURE, ARCHITECTURE_2):
+            raise UserError(
+                f"{where}: architectures names {name!r}; we read {ARCHITECTURE}, {ARCHITECTURE_2} and our own."
+            )
     for key in nested:
         if key not in _NESTED:
             raise UserError(f"{where}: dflash_config.{key} is unknown to us, so the drafter might come out wrong.")
+    known = _KNOWN_2 if method(config) == "dflash2" else ()
     for key, neutral in _NEUTRAL.items():
+        if key in known:
+            continue
         for place, table in (("", config), ("dflash_config.", nested)):
             if table.get(key) not in neutral:
                 raise UserError(f"{where}: {place}{key} is {table[key]!r}, which we cannot honour.")

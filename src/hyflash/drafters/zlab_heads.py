@@ -48,7 +48,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> t
     nested = config.get("dflash_config") or {}
     method = _method(config, nested) if isinstance(nested, Mapping) else "dflash"
     if method == "dflash":
-        return method, zlab.read_config(config, info, where=where)
+        return zlab.method(config), zlab.read_config(config, info, where=where)
     found = {key: zlab.either(config, nested, key, where) for key in _KEYS}
     options = _domino(found, where) if method == "domino" else _dspark(found, where)
     drop = {*_KEYS, "architectures"}

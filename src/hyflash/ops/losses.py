@@ -156,6 +156,52 @@ def _added_losses(
     return RowLosses(loss=loss, prob=prob, correct=correct, overlap=overlap)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestColumns:
+    """The likeliest columns of each row, best first."""
+
+    logprobs: Tensor  # (N, K) float32, with gradient
+    columns: Tensor  # (N, K) int64
+
+
+def best_logprobs(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, float32, and columns (..., K) of the `count` best of logits (..., M), best first."""
+    values, columns = logits.float().topk(count, dim=-1)
+    return values - logits.float().logsumexp(-1, keepdim=True), columns
+
+
+def candidate_losses(
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    head: Head,
+    num_candidates: int,
+    kind: LossKind = "ce",
+    target_hidden: Tensor | None = None,
+    chunk_rows: int = 512,
+) -> tuple[RowLosses, BestColumns]:
+    """`head_losses` and the K = `num_candidates` best columns of each row, through which gradients flow as well.
+
+    What comes back to those is known only later, so each chunk's logits are computed again in the backward pass.
+    """
+
+    def chunk(rows: Tensor, labels: Tensor, target_rows: Tensor | None) -> tuple[Tensor, ...]:
+        logits = head(rows).float()
+        with torch.no_grad():
+            target_logits = None if target_rows is None else head(target_rows).float()
+        loss, ce, overlap = chunk_loss(logits, labels, target_logits, kind)
+        return loss, ce, overlap.detach(), *best_logprobs(logits, num_candidates)
+
+    count, parts = len(hidden), []
+    for start in range(0, max(count, 1), chunk_rows):
+        part = slice(start, start + chunk_rows)
+        inputs = (hidden[part], labels[part], None if target_hidden is None else target_hidden[part])
+        parts.append(checkpoint(chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
+    loss, ce, overlap, logprobs, columns = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    rows = RowLosses(loss=loss, prob=ce.detach().neg().exp(), correct=columns[:, 0] == labels, overlap=overlap)
+    return rows, BestColumns(logprobs=logprobs, columns=columns)
+
+
 def decay_weights(num_positions: int, gamma: float, device: torch.device) -> Tensor:
     """Weights exp(-(k-1)/gamma) of draft positions k = 1..L, (L,) float32; gamma 0 weighs all alike (DFlash)."""
     steps = torch.arange(num_positions, dtype=torch.float32, device=device)

@@ -7,6 +7,7 @@ start learn at a fraction of the rate, because a full-size Adam step destroys th
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hyflash.errors import UserError
 from hyflash.train.recipe import TrainTable
 
 _NO_DECAY = ("norm", "A_log", "dt_bias")
@@ -31,6 +33,17 @@ class Budget:
     def progress(self, step: int, train_sec: float) -> float:
         """Share of the budget that is used, 0 to 1."""
         return min(1.0, step / self.steps if self.steps else train_sec / self.max_sec)
+
+
+def freeze(drafter: nn.Module, only: Sequence[str]) -> None:
+    """Let only the parameters learn whose names match one of the patterns; none: all. Raises UserError for no match."""
+    names = [name for name, _ in drafter.named_parameters()]
+    for pattern in only:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            heads = ", ".join(dict.fromkeys(name.split(".")[0] for name in names))
+            raise UserError(f"train.only: no weight is called {pattern!r}; their names begin with {heads}.")
+    for name, parameter in drafter.named_parameters():
+        parameter.requires_grad_(not only or any(fnmatch.fnmatchcase(name, pattern) for pattern in only))
 
 
 def group_names(drafter: nn.Module) -> dict[str, list[str]]:

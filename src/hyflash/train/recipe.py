@@ -71,6 +71,9 @@ class TrainTable(Options):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="autocast of forward and loss; auto times both and takes the faster"
     )
+    only: tuple[str, ...] = Field(
+        (), description="name patterns of the weights that learn (candidate_selector.*); none: all"
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="seeds weights, order, crops, anchors and dropout")
     start_tokens: int = Field(40_000, ge=1, description="tokens the closed-form start is fitted on, where configured")
     eval_every: int = Field(200, ge=1, description="steps between evaluations")
@@ -91,6 +94,8 @@ class Recipe:
     init: str | None
     """Checkpoint whose weights (and config) training starts from, in place of a fresh drafter."""
     config: DrafterConfig
+    options: Mapping[str, Any]
+    """What `config` was made of; beside `init`, options of the parts that its checkpoint does not have."""
     data: DataTable
     train: TrainTable
     tables: Mapping[str, Any]
@@ -134,12 +139,17 @@ def parse_recipe(tables: Mapping[str, Any], *, where: str) -> Recipe:
     cls = load_class(name)
     if not cls.trainable:
         raise UserError(f"{where} [drafter]: {name!r} is training-free; expected a drafter that learns.")
-    if init is not None and options:
-        raise UserError(
-            f"{where} [drafter]: init takes the config of {init}; remove {', '.join(sorted(options))} beside it."
-        )
     config = cls.Config.parse(options, where=f"{where} [drafter]")
-    return Recipe(target=target, drafter=name, init=init, config=config, data=data, train=train, tables=tables)
+    return Recipe(
+        target=target,
+        drafter=name,
+        init=init,
+        config=config,
+        options=options,
+        data=data,
+        train=train,
+        tables=tables,
+    )
 
 
 def _hint(name: str) -> str:

@@ -35,6 +35,7 @@ from hyflash.train.evaluate import best_entry, calibrate, evaluate, pool
 from hyflash.train.loader import BatchStream, hold_out, select_taps
 from hyflash.train.optim import (
     Budget,
+    freeze,
     group_names,
     learning_rate,
     make_optimizer,
@@ -89,7 +90,8 @@ def make_drafter(recipe: Recipe, hooks: TargetHooks) -> Drafter:
     if recipe.init is None:
         drafter = recipe.drafter_class(recipe.config, hooks)
     else:
-        drafter = checkpoint.load(f"{recipe.drafter}:{recipe.init}", hooks)
+        drafter = checkpoint.load(f"{recipe.drafter}:{recipe.init}", hooks, options=recipe.options)
+    freeze(drafter, recipe.train.only)
     return drafter.to(hooks.info.device).float().train()
 
 
