@@ -92,12 +92,14 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'pydantic', 'numpy'}))"
     )
     best = 9.9
-    for _ in range(3):
+    for _ in range(12):  # a busy machine counts waiting for memory as work
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.stdout.splitlines()[-1] == "[]"
+        if best < 0.3:
+            break
     assert best < 0.3
 
 
