@@ -62,8 +62,7 @@ def main() -> int:
     except UserError as err:
         print(err, file=sys.stderr)
         return 1
-    kinds = [workloads.natural(name, prompts, ours.tokenizer).prompts for name, prompts in domains.items()]
-    prompts = [ids[i] for i in range(max(map(len, kinds))) for ids in kinds if i < len(ids)][: options.limit]
+    prompts = workloads.in_turns(domains, ours.tokenizer)[: options.limit]
     engine = api.make_engine(ours, None, max_rows=1)
     found, num_tokens = [], 0
     for i, prompt in enumerate(prompts):

@@ -48,8 +48,7 @@ def arguments() -> argparse.Namespace:
 def requests_of(options: argparse.Namespace, target: api.LoadedTarget) -> list[Request]:
     """Prompts of all domains in turn, repeated with other seeds until there are enough; the last one is long."""
     domains = workloads.read([options.prompts], limit=None)
-    natural = [workloads.natural(d, p, target.tokenizer).prompts for d, p in domains.items()]
-    turns = [ids[i] for i in range(max(map(len, natural))) for ids in natural if i < len(ids)]
+    turns = workloads.in_turns(domains, target.tokenizer)
     out = []
     for i in range(options.limit):
         # Greedy on the first pass through the prompts' even places, sampled elsewhere: no request comes twice.

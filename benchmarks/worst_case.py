@@ -1,8 +1,9 @@
 """The worst case: a drafter that is always wrong costs how much? Plain decoding and it in turns, on one engine each.
 
-In: a target and drafters (default: SmolLM2's own and `lookup+` it), whose every token is replaced by its successor in
-the vocabulary: they cost what they cost and are never right. Out: one line a drafter with the median time of a text
-over plain decoding's (`--json`: one object with provenance). The adaptive length should stop asking.
+In: a target and drafters (default: SmolLM2's own block drafter, and what runs when none is named), whose every token is
+replaced by its successor in the vocabulary: they cost what they cost and are never right. Out: one line a drafter with
+the median time of a text over plain decoding's (`--json`: one object with provenance). The adaptive length should stop
+asking.
 """
 
 from __future__ import annotations
@@ -67,8 +68,7 @@ def main() -> int:
         print(err, file=sys.stderr)
         return 1
     domains = workloads.read([workloads.DEMO], limit=None)
-    kinds = [workloads.natural(name, prompts, target.tokenizer).prompts for name, prompts in domains.items()]
-    prompts = [ids[i] for i in range(max(map(len, kinds))) for ids in kinds if i < len(ids)][: options.limit]
+    prompts = workloads.in_turns(domains, target.tokenizer)[: options.limit]
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(options.repeats):
         for ids in prompts:

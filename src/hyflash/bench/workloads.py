@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hyflash.data.prompts import Prompt, load_prompts
@@ -75,6 +75,12 @@ def natural(domain: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, thi
         prompts=tuple(tuple(_encode(p, tokenizer, thinking)) for p in prompts),
         ids=tuple(p.id for p in prompts),
     )
+
+
+def in_turns(domains: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Natural prompts of all domains: the first of each, then the second of each, and so on."""
+    kinds = [natural(domain, prompts, tokenizer).prompts for domain, prompts in domains.items()]
+    return [ids[i] for i in range(max(map(len, kinds))) for ids in kinds if i < len(ids)]
 
 
 def stretched(
