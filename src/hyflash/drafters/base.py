@@ -8,7 +8,7 @@ nothing ever rolls back. State is batched: `new_state(num_rows)` gives empty row
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -148,6 +148,13 @@ class Drafter(nn.Module, ABC):
     def set_draft_vocab(self, ids: Tensor) -> None:
         """Set the static part (n,) of a reduced draft vocabulary before training, where the method has one."""
         raise HyflashError(f"{type(self).__module__} has no reduced draft vocabulary.")
+
+
+def pad_rows(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], fill: float) -> Tensor:
+    """Rows of unequal length as one (B, L) tensor, int64 or float32 by the fill value's type."""
+    width = max((len(row) for row in rows), default=0)
+    dtype = torch.int64 if isinstance(fill, int) else torch.float32
+    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype).view(len(rows), width)
 
 
 def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], Tensor, int]:

@@ -14,12 +14,10 @@ from __future__ import annotations
 from array import array
 from typing import Any, ClassVar
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks
-from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.drafters.base import Drafter, DrafterConfig, State, pad_rows
 
 NAME = "lookup"
 TOKEN_BYTES = 8
@@ -165,9 +163,9 @@ class DrafterImpl(Drafter):
             rates.append([kept.rate(length + i) for i in range(count)])
         device = request.anchors.device
         return Proposal(
-            tokens=_padded(drafts, 0).to(device),
+            tokens=pad_rows(drafts, 0).to(device),
             lengths=tuple(len(d) for d in drafts),
-            confidence=_padded(rates, 0.0).to(device),
+            confidence=pad_rows(rates, 0.0).to(device),
             sources=(NAME,) * len(drafts),
         )
 
@@ -194,13 +192,6 @@ def _pack(ngram: array[int]) -> int:
     for token in ngram:
         key = key << 32 | token
     return key
-
-
-def _padded(rows: list[list[int]] | list[list[float]], fill: float) -> Tensor:
-    """Rows of unequal length as one (B, L) tensor, int64 or float32 by the fill value's type."""
-    width = max((len(row) for row in rows), default=0)
-    dtype = torch.int64 if isinstance(fill, int) else torch.float32
-    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype).view(len(rows), width)
 
 
 def _bytes_per_token(config: LookupConfig) -> int:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks
-from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.drafters.base import Drafter, DrafterConfig, State, pad_rows
 from hyflash.errors import UserError
 
 TOKEN_BITS = 21
@@ -102,14 +102,11 @@ class DrafterImpl(Drafter):
             self._chain([*state.rows[row], anchor], min(wanted, self.max_draft_tokens))
             for row, anchor, wanted in zip(request.rows, request.anchors.tolist(), request.num_tokens, strict=True)
         ]
-        width = max((len(tokens) for tokens, _ in chains), default=0)
         device = request.anchors.device
-        tokens = torch.tensor([[*own, *(0,) * (width - len(own))] for own, _ in chains], dtype=torch.int64)
-        shares = torch.tensor([[*own, *(0.0,) * (width - len(own))] for _, own in chains], dtype=torch.float32)
         return Proposal(
-            tokens=tokens.view(len(chains), width).to(device),
-            lengths=tuple(len(own) for own, _ in chains),
-            confidence=shares.view(len(chains), width).to(device),
+            tokens=pad_rows([tokens for tokens, _ in chains], 0).to(device),
+            lengths=tuple(len(tokens) for tokens, _ in chains),
+            confidence=pad_rows([shares for _, shares in chains], 0.0).to(device),
         )
 
     def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from hyflash.core import (
     TargetOutput,
     Verdict,
 )
-from hyflash.drafters.base import Drafter, State
+from hyflash.drafters.base import Drafter, State, pad_rows
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.progress import Progress
@@ -392,7 +392,7 @@ class Engine:
                 first += width
         commit = Commit(
             rows=tuple(p.row for p in requests),
-            tokens=_padded(kept, T),
+            tokens=pad_rows(kept, 0),
             features=padded,
             lengths=lengths,
             verdict=verdict,
@@ -432,13 +432,9 @@ class Engine:
         )
 
 
-def _padded(tokens: Sequence[Sequence[int]], length: int) -> Tensor:
-    return torch.tensor([[*row, *(0,) * (length - len(row))] for row in tokens], dtype=torch.long)
-
-
 def _verdict(drafts: list[tuple[int, ...]], accepted: list[int], sources: list[str]) -> Verdict:
     return Verdict(
-        proposed=_padded(drafts, max(map(len, drafts))),
+        proposed=pad_rows(drafts, 0),
         num_drafted=tuple(map(len, drafts)),
         num_accepted=tuple(accepted),
         sources=tuple(sources),
