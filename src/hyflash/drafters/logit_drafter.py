@@ -21,7 +21,7 @@ from hyflash.core import DraftCost, DraftOutput, TargetHooks, TrainBatch
 from hyflash.drafters import hyflash, zlab_heads
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.hyflash import HyFlashConfig
-from hyflash.drafters.objective import HeadTraining
+from hyflash.drafters.objective import HeadTraining, tokens_before
 from hyflash.drafters.vocab import ServingHead
 from hyflash.errors import UserError
 
@@ -92,8 +92,7 @@ class LogitDrafter(hyflash.DrafterImpl):
     def forward(self, batch: TrainBatch) -> DraftOutput:
         """As the backbone's; `extra` has the latents and the confidence logits of teacher-forced positions."""
         out = super().forward(batch)
-        anchors = batch.tokens.gather(1, batch.anchors.clamp(0, batch.tokens.shape[1] - 1))
-        previous = torch.cat((anchors[..., None], out.labels[..., :-1]), dim=-1)
+        previous = tokens_before(out, batch)
         hidden, ids = out.hidden.flatten(0, 1), previous.flatten(0, 1)
         latent, _ = self._latents(hidden, ids, hidden.new_zeros(len(hidden), self.state_width), 0)
         extra = {"latent": latent.view(*previous.shape, latent.shape[-1])}

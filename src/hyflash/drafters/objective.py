@@ -134,6 +134,12 @@ def training_head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -
     return TrainingHead(logits=partial(head_logits, weight=weight, bias=bias), labels=index, ids=ids)
 
 
+def tokens_before(out: DraftOutput, batch: TrainBatch) -> Tensor:
+    """Token ids (B, A, L) before each draft position: the anchor's, then the labels."""
+    anchors = batch.tokens.gather(1, batch.anchors.clamp(0, batch.tokens.shape[1] - 1))
+    return torch.cat((anchors[..., None], out.labels[..., :-1]), dim=-1)
+
+
 def at_positions(values: Tensor, positions: Tensor) -> Tensor:
     """values (B, T, ...) at positions (B, A, L) -> (B, A, L, ...)."""
     rows = torch.arange(len(values), device=values.device)[:, None, None]

@@ -20,7 +20,7 @@ from hyflash.drafters import hyflash
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.context import BlockState
 from hyflash.drafters.hyflash import HyFlashConfig
-from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, training_head
+from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, tokens_before, training_head
 from hyflash.drafters.selector import PairScorer, selection_losses, walk
 from hyflash.errors import UserError
 from hyflash.ops.losses import BestColumns, RowLosses, best_logprobs, candidate_losses
@@ -149,8 +149,7 @@ class SelectingDrafter(hyflash.DrafterImpl):
         self, out: DraftOutput, batch: TrainBatch, mask: Tensor, logprobs: Tensor, ids: Tensor
     ) -> Tensor:
         """Scores (N, K) of candidates ids, logprobs (N, K) at the positions of a mask, after the true tokens."""
-        selector, anchors = self.candidate_selector, batch.anchors.clamp(0, batch.tokens.shape[1] - 1)
-        before = torch.cat((batch.tokens.gather(1, anchors)[..., None], out.labels[..., :-1]), dim=-1)[mask]
+        selector, before = self.candidate_selector, tokens_before(out, batch)[mask]
         contexts = selector.contexts(out.hidden.flatten(0, 1)).view(*mask.shape, -1)[mask]
         some, where = torch.unique(ids, return_inverse=True)  # few of many: each is projected once
         pairs = selector.score(contexts, selector.predecessors(before)[:, None], selector.successors(some)[where])
