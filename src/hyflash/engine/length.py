@@ -109,6 +109,7 @@ class AdaptiveLength(LengthPolicy):
     FOLLOW = 0.1
     """Weight of a new time against those before."""
     LEAST_STRETCH = 0.01
+    """It follows by factors, so from 0 it would never rise again."""
     MOST_SINCE_ONE = 64
     """Rounds that may draft in a row: if all did, what width 1 took in a slow moment would make more rows look free."""
     EMPTY = 8
@@ -159,7 +160,7 @@ class AdaptiveLength(LengthPolicy):
         return c1 + max(0.0, (c1 - c0) / (q1 - q0)) * (width - q1)
 
     def asks(self, stats: RowStats) -> bool:
-        """Not in each round where it has long had nothing: asking costs as much as a tenth of a forward."""
+        """Not in a pause, for asking costs as much as a tenth of a forward, nor where width 1 is to be seen again."""
         if stats.rounds_off:
             stats.rounds_off -= 1
             return False
@@ -173,10 +174,7 @@ class AdaptiveLength(LengthPolicy):
 
     def choose(self, stats: RowStats, *, most: int, num_rows: int) -> int:
         """Best length by expected tokens over expected cost; 0 when plain decoding is cheaper."""
-        if stats.rounds_off:
-            stats.rounds_off -= 1
-            return 0
-        if self._since_one >= self.MOST_SINCE_ONE:
+        if not self.asks(stats):
             return 0
         most = min(most, self.max_draft_tokens)
 

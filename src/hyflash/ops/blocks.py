@@ -118,6 +118,13 @@ class MemoryWrite:
     a_log: Tensor  # (H)
     dt_bias: Tensor  # (H)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(H, K, K)."""
+        heads = self.decay.num_outputs
+        width = self.keys.num_outputs // heads
+        return heads, width, width
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeLayer:
@@ -339,8 +346,7 @@ def _take_layer(kernels: Kernels, layer: TakeLayer, dim: int) -> hk.TakeLayer:
         head_dim=layer.head_dim,
     )
     if memory is not None:
-        heads, strength = memory.decay.num_outputs, memory.strength
-        width = memory.keys.num_outputs // heads
+        (heads, width, _), strength = memory.shape, memory.strength
         expect(memory.keys.num_outputs == memory.values.num_outputs == heads * width, memory.a_log.shape)
         expect(memory.a_log.shape == memory.dt_bias.shape == (heads,) and width % HEAD_STEP == 0, memory.a_log.shape)
         expect((strength is None) == (memory.core in ("mean", "mamba2")), memory.a_log.shape)
@@ -373,9 +379,7 @@ def run_take(kernels: Kernels, take: Take, features: Tensor, counts: Sequence[in
         if memory is not None:
             if place.memory is None:
                 raise HyflashError("this layer writes to a memory, and a row has none.")
-            heads = memory.decay.num_outputs
-            width = memory.keys.num_outputs // heads
-            expect(place.memory.shape == (heads, width, width), place.memory.shape)
+            expect(place.memory.shape == memory.shape, place.memory.shape)
             raw.memory = in_place(place.memory)
     lengths = (ctypes.c_int64 * len(counts))(*counts)
     kernels.check(
