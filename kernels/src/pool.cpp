@@ -24,7 +24,9 @@
 
 namespace hk {
 namespace {
-constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kSpinInJob = std::chrono::microseconds(50);
+// Between two forwards lies a round's drafting in Python; a worker that slept through it starts the next one cold.
+constexpr auto kSpinBetween = std::chrono::microseconds(3000);
 }
 
 Pool::Pool(int num_threads) : size_(num_threads < 1 ? 1 : num_threads), process_(HK_PROCESS()) { start(); }
@@ -76,8 +78,8 @@ void Pool::wake() {
   changed_.notify_all();
 }
 
-void Pool::wait_for(const std::atomic<uint32_t>& value, uint32_t old) {
-  const auto until = std::chrono::steady_clock::now() + kSpin;
+void Pool::wait_for(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin) {
+  const auto until = std::chrono::steady_clock::now() + spin;
   do {
     for (int i = 0; i < 64; ++i) {
       if (value.load(std::memory_order_acquire) != old) return;
@@ -98,7 +100,7 @@ void Pool::barrier() {
     phase_.store(old + 1);
     wake();
   } else {
-    wait_for(phase_, old);
+    wait_for(phase_, old, kSpinInJob);
   }
 }
 
@@ -116,7 +118,7 @@ void Pool::work(int index) {
   const FloatMode plain;
   uint32_t seen = 0;
   for (;;) {
-    wait_for(round_, seen);
+    wait_for(round_, seen, kSpinBetween);
     ++seen;
     if (stop_) return;
     (*job_)(index);

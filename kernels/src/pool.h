@@ -1,8 +1,10 @@
-// A persistent pool of threads that work in phases. Waiting spins for some microseconds, because phases of a forward
-// are that short, and then sleeps, so that an idle or preempted process does not burn a core. A forked child has none of
+// A persistent pool of threads that work in phases. Waiting spins first, for some microseconds inside a job, because its
+// phases are that short, and for milliseconds between jobs, as long as a round of decoding may need; then it sleeps, so
+// that an idle or preempted process does not burn a core. A forked child has none of
 // its parent's threads and starts its own at its first job.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -33,7 +35,7 @@ class Pool {
   void revive();
   void abandon();
   void work(int index);
-  void wait_for(const std::atomic<uint32_t>& value, uint32_t old);
+  void wait_for(const std::atomic<uint32_t>& value, uint32_t old, std::chrono::microseconds spin);
   void wake();
   void stop();
 
