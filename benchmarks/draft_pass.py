@@ -72,7 +72,7 @@ def random_commit(drafter: Drafter, num: int, generator: torch.Generator) -> Com
     other = torch.randint(info.vocab_size, (num,), generator=generator)
     rare = torch.rand(num, generator=generator) < 1 / 16
     features = torch.randn(1, num, len(drafter.target_layer_ids), info.hidden_size, generator=generator)
-    return Commit(rows=(0,), tokens=torch.where(rare, other, known)[None], features=features, lengths=(num,))
+    return Commit(rows=[0], tokens=[torch.where(rare, other, known).tolist()], features=features)
 
 
 def filled(drafter: Drafter, context: int) -> State:
@@ -111,7 +111,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One result a path: medians and minima over passes that take turns."""
     states = {name: filled(drafter, context) for name, drafter in paths.items()}
-    request = DraftRequest(rows=(0,), anchors=torch.tensor([5]), num_tokens=(options.slots - 1,))
+    request = DraftRequest(rows=[0], anchors=[5], num_tokens=[options.slots - 1])
     new = random_commit(paths["kernels"], COMMITTED, torch.Generator().manual_seed(2))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in paths}
     many = torch.get_num_threads()

@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from hyflash import api, environment, hub
@@ -43,7 +42,9 @@ def spoil(drafter: Drafter, vocab_size: int) -> Drafter:
 
     def propose(*args: Any) -> Proposal:
         proposal = honest(*args)
-        return replace(proposal, tokens=(proposal.tokens + 1) % vocab_size)
+        return proposal._replace(
+            drafts=[d._replace(tokens=[(t + 1) % vocab_size for t in d.tokens]) for d in proposal.drafts]
+        )
 
     object.__setattr__(drafter, "propose", propose)
     return drafter

@@ -8,9 +8,9 @@ D model width, H/G query/KV heads, K head dim, S recurrent state width, V vocabu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hyflash.errors import UserError, nearest
 
@@ -276,14 +276,27 @@ class TargetHooks:
 # -------------------------------------------------------------------------------------------- drafter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Draft(NamedTuple):
+    """Draft tokens of one row, possibly none; a plain tuple, since every round makes one for each source."""
+
+    tokens: Sequence[int] = ()
+    confidence: Sequence[float] = ()
+    """Estimate of P(accepted | all before accepted) for each token; empty where none is stated."""
+    source: str = ""
+    """Name of the drafter it is from; filled by those that choose between sources."""
+    kind: int = 0
+    """Acceptance is kept apart by it (lookup: match length)."""
+    notes: object = None
+    """For the drafter itself: comes back with the verdict."""
+
+
+class Verdict(NamedTuple):
     """How the last proposal of each row fared; lets a drafter learn without `propose` writing state."""
 
-    proposed: Tensor  # (B, L) int64, the draft tokens that were verified
-    num_drafted: tuple[int, ...]  # B
-    num_accepted: tuple[int, ...]  # B
-    sources: tuple[str, ...]  # B, name of the drafter each row's proposal came from
+    drafts: Sequence[Draft]
+    """B, with the tokens that were verified, none where the row had no draft."""
+    num_accepted: Sequence[int]
+    """B"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,47 +307,47 @@ class Commit:
     without the last token (prefill), in pieces of any size.
     """
 
-    rows: tuple[int, ...]  # B state rows, each at most once
-    tokens: Tensor  # (B, T) int64, right-padded with 0
+    rows: Sequence[int]  # B state rows, each at most once
+    tokens: Sequence[Sequence[int]]  # B, 0..T tokens each
     features: Tensor | None  # (B, T, C, D) at the drafter's target_layer_ids, zeros where padded; None without taps
-    lengths: tuple[int, ...]  # B, valid tokens per row, 0..T
     verdict: Verdict | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens per row."""
+        return [len(tokens) for tokens in self.tokens]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """What a round costs on this machine, for drafters that choose by it."""
 
-    forward: Callable[[int], float]
-    """Draft tokens per row, 0 included -> cost of the forward that verifies them, in forwards of one token."""
+    forward: Sequence[float]
+    """By draft tokens per row, from 0 to as many as may be asked for: cost of the forward that verifies them, in
+    forwards of one token."""
     one_sec: float
     """Seconds of a forward of one token."""
-
-    def rate(self, accepted: float, num_tokens: int, draft_sec: float = 0.0) -> float:
-        """Committed tokens per cost when `num_tokens` drafts, made in `draft_sec`, are accepted so far on average."""
-        return (1.0 + accepted) / (self.forward(num_tokens) + draft_sec / self.one_sec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """Ask for up to `num_tokens[b]` tokens that follow `anchors[b]` in state row `rows[b]`."""
 
-    rows: tuple[int, ...]  # B
-    anchors: Tensor  # (B,) int64
-    num_tokens: tuple[int, ...]  # B, each >= 1
+    rows: Sequence[int]  # B
+    anchors: Sequence[int]  # B token ids
+    num_tokens: Sequence[int]  # B, each >= 1
     prices: Prices | None = None  # None: propose what is most accepted, whatever it costs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """Draft tokens; rows may be shorter than asked, also empty."""
+class Proposal(NamedTuple):
+    """Drafts of each row, no longer than asked."""
 
-    tokens: Tensor  # (B, L) int64, right-padded with 0
-    lengths: tuple[int, ...]  # B, 0..L
-    probs: Tensor | None = None  # (B, L, V) exact proposal distribution; None = point mass
-    confidence: Tensor | None = None  # (B, L) float32 estimate of P(accepted | all before accepted)
-    sources: tuple[str, ...] = ()  # B, filled by drafters that choose between sources
-    num_nonfinite: int = 0  # rows cut short because the drafter produced NaN or infinity
+    drafts: Sequence[Draft]
+    """B"""
+    probs: Tensor | None = None
+    """(B, L, V) exact proposal distribution; None = point mass."""
+    num_nonfinite: int = 0
+    """Rows cut short because the drafter produced NaN or infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

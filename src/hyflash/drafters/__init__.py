@@ -16,6 +16,7 @@ _NOT_METHODS = {
     "confidence",
     "context",
     "convolution",
+    "evidence",
     "logit_drafter",
     "objective",
     "packed_drafter",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hyflash.core import (
     Commit,
+    Draft,
     DraftCost,
     DraftOutput,
     DraftRequest,
@@ -117,10 +118,6 @@ class Drafter(nn.Module, ABC):
         """Serve on the CPU kernels from now on (None: on torch); whether this drafter can. Training stays on torch."""
         return False
 
-    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
-        """Kind of proposal each row would get (lookup: its match length); acceptance is kept apart by it."""
-        return (0,) * len(request.rows)
-
     def forward(self, batch: TrainBatch) -> DraftOutput:
         """Training forward at the batch's anchors; equals the serving proposal after committing each prefix."""
         raise HyflashError(f"{type(self).__module__} is training-free.")
@@ -150,11 +147,10 @@ class Drafter(nn.Module, ABC):
         raise HyflashError(f"{type(self).__module__} has no reduced draft vocabulary.")
 
 
-def pad_rows(rows: Sequence[Sequence[int]] | Sequence[Sequence[float]], fill: float) -> Tensor:
-    """Rows of unequal length as one (B, L) tensor, int64 or float32 by the fill value's type."""
-    width = max((len(row) for row in rows), default=0)
-    dtype = torch.int64 if isinstance(fill, int) else torch.float32
-    return torch.tensor([list(row) + [fill] * (width - len(row)) for row in rows], dtype=dtype).view(len(rows), width)
+def to_proposal(tokens: Tensor, lengths: Sequence[int], probs: Tensor, num_nonfinite: int) -> Proposal:
+    """A proposal from tokens and confidences (B, L), the first `lengths[b]` of each row."""
+    rows = zip(tokens.tolist(), probs.tolist(), lengths, strict=True)
+    return Proposal([Draft(ids[:n], rates[:n]) for ids, rates, n in rows], num_nonfinite=num_nonfinite)
 
 
 def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], Tensor, int]:

@@ -4,7 +4,7 @@ In: named drafters. Out: a drafter whose commits go to every part and whose prop
 with the highest expected accepted length: the sum over draft positions of P(all drafts so far accepted). Before
 evidence that is what the part states (lookup: by match length) or what a small drafter typically reaches, which comes
 to the fixed rule "lookup if at least two tokens match, else the block drafter". Then it is scaled by what the row's
-own rounds accepted against what was expected, kept apart by part and `Drafter.buckets` (lookup: match length).
+own rounds accepted against what was expected, kept apart by part and `Draft.kind` (lookup: match length).
 
 Parts that read no features are cheap: they always propose, and every verdict scores what they would have drafted.
 A part with features runs only for the rows where its record promises more than every cheap part; what it then states
@@ -20,25 +20,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Prices, Proposal, Verdict
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Prices, Proposal, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
+from hyflash.drafters.evidence import BYTES_PER_PART, Evidence
 from hyflash.drafters.late import LATE_PIECES, LateCommits
 from hyflash.errors import UserError
 from hyflash.ops.kernels import Kernels
 
-NUM_BUCKETS = 8
 PRIOR_RATE = 0.45
 """Acceptance rate of a part that has neither stated a confidence nor been tried: a small block drafter's first slot."""
-PRIOR_TOKENS = 4.0
-"""Accepted tokens, as expected, that the evidence of a row starts from."""
 FORGET = 0.9
 """Weight of the evidence so far when a round brings new to the same part and bucket."""
 RECORD_FORGET = 0.98
@@ -50,35 +44,32 @@ TRIED = 2
 
 
 class ComposedState(State):
-    """The parts' states side by side, and per row how each part and bucket fared."""
+    """The parts' states side by side, and per row how each part and kind of draft fared."""
 
     def __init__(self, parts: Sequence[State], num_rows: int) -> None:
         self.parts = tuple(parts)
-        self.rows = [self._no_evidence() for _ in range(num_rows)]  # (2, parts, buckets): tokens accepted, expected
+        self.rows = [Evidence(len(parts), FORGET) for _ in range(num_rows)]
         self.late = [LateCommits() for _ in parts]
         self.lazy = False
         """Whether parts with features hear late of tokens that they did not draft: since a proposal with prices."""
-
-    def _no_evidence(self) -> NDArray[np.float64]:
-        return np.zeros((2, len(self.parts), NUM_BUCKETS))
 
     def reset(self, row: int) -> None:
         """Empty one row in every part."""
         for part, late in zip(self.parts, self.late, strict=True):
             part.reset(row)
             late.put_back(row, [])
-        self.rows[row] = self._no_evidence()
+        self.rows[row] = Evidence(len(self.parts), FORGET)
 
     def nbytes(self, row: int) -> int:
         """Bytes of the row in all parts and of its evidence."""
-        return sum(part.nbytes(row) for part in self.parts) + self.rows[row].nbytes
+        return sum(part.nbytes(row) for part in self.parts) + len(self.parts) * BYTES_PER_PART
 
     def snapshot(self, row: int) -> dict[str, Any]:
         """Snapshots of all parts, what waits for them, and the evidence."""
         return {
             "parts": [part.snapshot(row) for part in self.parts],
             "late": [late.waiting(row) for late in self.late],
-            "evidence": self.rows[row].tolist(),
+            "evidence": self.rows[row].saved(),
         }
 
     def restore(self, row: int, saved: dict[str, Any]) -> None:
@@ -86,17 +77,15 @@ class ComposedState(State):
         for part, kept, late, pieces in zip(self.parts, saved["parts"], self.late, saved["late"], strict=True):
             part.restore(row, kept)
             late.put_back(row, pieces)
-        self.rows[row] = np.array(saved["evidence"])
+        self.rows[row].put_back(saved["evidence"])
 
 
-@dataclass(slots=True)
-class _Choice:
-    """The best part known so far for one row: where it came from and what it drafts."""
+class _Choice(NamedTuple):
+    """The best part known so far for one row, and what it drafts."""
 
     part: int
     value: float  # expected accepted length; with prices, committed tokens per cost
-    tokens: list[int]
-    rates: list[float]
+    draft: Draft
     probs: Tensor | None  # (L, V)
 
 
@@ -120,10 +109,12 @@ class Composite(Drafter):
         self.names = tuple(names)
         self.parts = nn.ModuleList(drafter for _, drafter in drafters)
         self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
+        self._with_features = [p for p, drafter in enumerate(self._drafters) if drafter.target_layer_ids]
+        self._cheap = [p for p in range(len(drafters)) if p not in self._with_features]
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
-        self._record = np.zeros((2, len(names), NUM_BUCKETS))  # evidence of all rows so far, as ComposedState.rows
+        self._record = Evidence(len(names), RECORD_FORGET)  # of all rows so far
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
         self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
         # A part past its own limit proposes nothing, so the others may go on.
@@ -143,7 +134,8 @@ class Composite(Drafter):
             if drafter.target_layer_ids:
                 self._commit_dear(state, new, p)
             else:
-                drafter.commit(state.parts[p], replace(new, features=None, verdict=_own(new.verdict, name)))
+                own = Commit(rows=new.rows, tokens=new.tokens, features=None, verdict=_own(new.verdict, p, name))
+                drafter.commit(state.parts[p], own)
 
     def _commit_dear(self, state: ComposedState, new: Commit, p: int) -> None:
         """Tokens of rows that the part has drafted go to it, with the verdict; with prices, those of others wait."""
@@ -153,20 +145,21 @@ class Composite(Drafter):
             features = features[:, :, self._picks[p]]
         mine = list(range(len(new.rows)))
         if state.lazy:  # long commits are prompts
-            drafted = [verdict is not None and verdict.sources[b] == name and verdict.num_drafted[b] > 0 for b in mine]
-            mine = [b for b in mine if drafted[b] or new.lengths[b] >= LATE_PIECES]
+            drafted = [verdict is not None and _is_from(verdict.drafts[b], name) for b in mine]
+            mine = [b for b in mine if drafted[b] or len(new.tokens[b]) >= LATE_PIECES]
         began, full = time.perf_counter(), []
-        for b, (row, length) in enumerate(zip(new.rows, new.lengths, strict=True)):
-            if b not in mine and length:
-                part = None if features is None else features[b, :length]
-                if state.late[p].add(row, new.tokens[b, :length].tolist(), part):
+        for b, (row, tokens) in enumerate(zip(new.rows, new.tokens, strict=True)):
+            if b not in mine and tokens:
+                part = None if features is None else features[b, : len(tokens)]
+                if state.late[p].add(row, tokens, part):
                     full.append(row)
-        self._catch_up(state, [*(new.rows[b] for b in mine), *full], p)
+        if mine or full:
+            self._catch_up(state, [*(new.rows[b] for b in mine), *full], p)
         if mine:
-            own = replace(new, features=features, verdict=_own(verdict, name))
+            own = Commit(rows=new.rows, tokens=new.tokens, features=features, verdict=_own(verdict, p, name))
             drafter.commit(state.parts[p], _members(own, mine))
-        if mine and verdict is not None:
-            self._commit_sec[p] = _follow(self._commit_sec[p], time.perf_counter() - began)
+            if verdict is not None:
+                self._commit_sec[p] = _follow(self._commit_sec[p], time.perf_counter() - began)
 
     def _catch_up(self, state: ComposedState, rows: Sequence[int], p: int) -> None:
         late = state.late[p].take(rows)
@@ -176,21 +169,26 @@ class Composite(Drafter):
     def propose(self, state: State, request: DraftRequest) -> Proposal:
         """Cheap parts draft for every row; the best other part drafts where it is expected to beat them."""
         assert isinstance(state, ComposedState)
-        choices: list[_Choice | None] = [None] * len(request.rows)
+        everyone = range(len(request.rows))
+        choices: list[_Choice | None] = [None] * len(everyone)
+        drafts: list[list[Draft | None]] = [[None] * len(self.names) for _ in everyone]  # of each row, by part
         num_nonfinite, state.lazy = 0, request.prices is not None
-        for p, drafter in enumerate(self._drafters):
-            if not drafter.target_layer_ids:
-                num_nonfinite += self._run(
-                    state, request=request, p=p, members=range(len(request.rows)), choices=choices
-                )
+
+        def run(p: int, members: Sequence[int], at_least: int = 0) -> None:
+            nonlocal num_nonfinite
+            num_nonfinite += self._run(
+                state, request=request, p=p, members=members, choices=choices, drafts=drafts, at_least=at_least
+            )
+
+        for p in self._cheap:
+            run(p, everyone)
         chosen = self._dear(state, request=request, choices=choices)
         trial = self._trial(request, choices, chosen)
         for p, members in chosen.items():
-            num_nonfinite += self._run(state, request=request, p=p, members=members, choices=choices)
+            run(p, members)
         if trial is not None:
-            p, b = trial
-            num_nonfinite += self._run(state, request=request, p=p, members=[b], choices=choices, at_least=TRIED)
-        return self._merge(choices, device=request.anchors.device, num_nonfinite=num_nonfinite)
+            run(trial[0], [trial[1]], at_least=TRIED)
+        return self._merge(choices, drafts, num_nonfinite=num_nonfinite)
 
     def use_kernels(self, kernels: Kernels | None) -> bool:
         """Each part that can."""
@@ -201,7 +199,7 @@ class Composite(Drafter):
         """Sum of the parts, and the evidence."""
         costs = [d.cost(context_tokens) for d in self._drafters]
         return DraftCost(
-            state_bytes=sum(c.state_bytes for c in costs) + 2 * len(costs) * NUM_BUCKETS * 8,
+            state_bytes=sum(c.state_bytes for c in costs) + len(costs) * BYTES_PER_PART,
             kv_bytes_per_token=sum(c.kv_bytes_per_token for c in costs),
             weight_bytes=sum(c.weight_bytes for c in costs),
             propose_flops=sum(c.propose_flops for c in costs),
@@ -216,52 +214,52 @@ class Composite(Drafter):
         p: int,
         members: Sequence[int],
         choices: list[_Choice | None],
-        at_least: int = 0,
+        drafts: list[list[Draft | None]],
+        at_least: int,
     ) -> int:
         """Let part p draft for some rows of the request; keep it where it is the best so far. Returns NaN count."""
-        part, prices = self._drafters[p], request.prices
-        asked = _subset(request, members=members, limit=part.max_draft_tokens)
-        self._catch_up(state, asked.rows, p)
-        asked = replace(asked, prices=None)  # drafts are cut here, for all parts alike
+        part, prices, is_dear = self._drafters[p], request.prices, p not in self._cheap
+        asked = _subset(request, members=members, limit=part.max_draft_tokens)  # drafts are cut here, for all alike
+        if is_dear:
+            self._catch_up(state, asked.rows, p)
         began = time.perf_counter()
-        proposal, buckets = part.propose(state.parts[p], asked), part.buckets(state.parts[p], asked)
-        if part.target_layer_ids:
+        proposal = part.propose(state.parts[p], asked)
+        if is_dear:
             self._draft_sec[p] = _follow(self._draft_sec[p], time.perf_counter() - began)
-        tokens = proposal.tokens.tolist()
-        priors = _stated(proposal)
         for i, b in enumerate(members):
-            length, scale = proposal.lengths[i], self._scale(state, row=request.rows[b], p=p, bucket=buckets[i])
-            rates = [min(1.0, rate * scale) for rate in priors[i]]
-            if part.target_layer_ids:  # its record is in units of PRIOR_RATE, so it cannot scale what the part states
+            draft = drafts[b][p] = proposal.drafts[i]
+            if not draft.tokens:
+                continue
+            scale = self._scale(state, row=request.rows[b], p=p, kind=draft.kind)
+            if is_dear:  # its record is in units of PRIOR_RATE, so it cannot scale what the part states
                 record = min(1.0, PRIOR_RATE * scale)
-                rates = [(rate + record) / 2 for rate in priors[i]]
-            best_length, value = _best_length(rates[:length], prices)
-            length, best = max(best_length, min(length, at_least)), choices[b]
+                rates = [(rate + record) / 2 for rate in _stated(draft)]
+            else:
+                rates = [min(1.0, rate * scale) for rate in _stated(draft)]
+            best_length, value = _best_length(rates, prices)
+            length, best = max(best_length, min(len(rates), at_least)), choices[b]
             if length and (best is None or value > best.value):
                 probs = None if proposal.probs is None else proposal.probs[i, :length]
-                choices[b] = _Choice(p, value, tokens[i][:length], rates[:length], probs)
+                cut = Draft(draft.tokens[:length], rates[:length], self.names[p], draft.kind)
+                choices[b] = _Choice(p, value, cut, probs)
         return proposal.num_nonfinite
 
     def _dear(
         self, state: ComposedState, *, request: DraftRequest, choices: Sequence[_Choice | None]
     ) -> dict[int, list[int]]:
         """Part with features -> rows of the request where its record promises more than every other part."""
-        prices = request.prices
-        nothing = prices.rate(0.0, 0) if prices else 0.0
-        best = [(choice.value if choice else nothing, -1) for choice in choices]
-        for p, drafter in enumerate(self._drafters):
-            if drafter.target_layer_ids:
-                asked = _subset(request, members=range(len(best)), limit=drafter.max_draft_tokens)
-                for b, bucket in enumerate(drafter.buckets(state.parts[p], asked)):
-                    record = min(1.0, PRIOR_RATE * self._scale(state, row=request.rows[b], p=p, bucket=bucket))
-                    seconds = self._draft_sec[p] + self._commit_sec[p]
-                    _, value = _best_length([record] * asked.num_tokens[b], prices, seconds)
-                    if value > best[b][0]:  # the earlier one on a tie
-                        best[b] = (value, p)
-        chosen: dict[int, list[int]] = {}
-        for b, (_, p) in enumerate(best):
-            if p >= 0:
-                chosen.setdefault(p, []).append(b)
+        prices, chosen = request.prices, dict[int, list[int]]()
+        nothing = 1.0 / prices.forward[0] if prices else 0.0
+        for b, choice in enumerate(choices):
+            best, which = choice.value if choice else nothing, -1
+            for p in self._with_features:
+                record = min(1.0, PRIOR_RATE * self._scale(state, row=request.rows[b], p=p, kind=0))
+                most = min(request.num_tokens[b], self._drafters[p].max_draft_tokens)
+                _, value = _best_length([record] * most, prices, self._draft_sec[p] + self._commit_sec[p])
+                if value > best:  # the earlier one on a tie
+                    best, which = value, p
+            if which >= 0:
+                chosen.setdefault(which, []).append(b)
         return chosen
 
     def _trial(
@@ -270,10 +268,10 @@ class Composite(Drafter):
         """With prices: a part that has not paid for long, and a row without any draft for it to be tried in."""
         if request.prices is None:
             return None
-        for p, drafter in enumerate(self._drafters):
+        for p in self._with_features:
             if p in chosen:
                 self._idle[p], self._pauses[p] = 0, FIRST_PAUSE
-            elif drafter.target_layer_ids:
+            else:
                 self._idle[p] += 1
                 free = next((b for b, choice in enumerate(choices) if choice is None), None)
                 if self._idle[p] >= self._pauses[p] and not chosen and free is not None:
@@ -281,70 +279,53 @@ class Composite(Drafter):
                     return p, free
         return None
 
-    def _scale(self, state: ComposedState, *, row: int, p: int, bucket: int) -> float:
-        """Tokens accepted over tokens expected, by the row's evidence for this part and bucket. Before evidence 1, or
-        with prices what all rows so far came to in this bucket, and before that in all buckets of the part."""
-        at, prior = min(bucket, NUM_BUCKETS - 1), 1.0
-        if state.lazy:
-            hits, tries = self._record[:, p].tolist()
-            for some_hits, some_tries in ((sum(hits), sum(tries)), (hits[at], tries[at])):
-                prior = (PRIOR_TOKENS * prior + some_hits) / (PRIOR_TOKENS + some_tries)
-        accepted, expected = state.rows[row][:, p, at].tolist()
-        return float((PRIOR_TOKENS * prior + accepted) / (PRIOR_TOKENS + expected))
+    def _scale(self, state: ComposedState, *, row: int, p: int, kind: int) -> float:
+        """Tokens accepted over tokens expected, by the row's evidence for this part and kind. Before evidence 1, or
+        with prices what all rows so far came to with this kind, and before that with all kinds of the part."""
+        prior = self._record.scale(p, kind, self._record.scale_of_part(p)) if state.lazy else 1.0
+        return state.rows[row].scale(p, kind, prior)
 
     def _learn(self, state: ComposedState, new: Commit, verdict: Verdict) -> None:
-        """Score the part that drafted by the verdict, and the other cheap parts by the accepted run.
-
-        The states still are as they were at the proposal, and a commit's first token is the proposal's anchor.
-        """
-        members = [b for b, length in enumerate(new.lengths) if length and verdict.num_drafted[b]]
-        if not members:
-            return
-        judged = DraftRequest(rows=new.rows, anchors=new.tokens[:, 0], num_tokens=verdict.num_drafted)
-        for p, (name, drafter) in enumerate(zip(self.names, self._drafters, strict=True)):
-            asked = _subset(judged, members=members, limit=drafter.max_draft_tokens)
-            buckets = drafter.buckets(state.parts[p], asked)
-            drafts = None if drafter.target_layer_ids else drafter.propose(state.parts[p], asked)
-            priors = _stated(drafts) if drafts else [[PRIOR_RATE] * verdict.num_drafted[b] for b in members]
-            for i, b in enumerate(members):
-                hits = verdict.num_accepted[b]
-                if verdict.sources[b] == name:
-                    tries = min(hits + 1, verdict.num_drafted[b])
-                elif drafts is not None:
-                    own = drafts.tokens[i, : drafts.lengths[i]].tolist()
-                    hits, tries = _agreement(own, verdict.proposed[b, :hits].tolist())
-                else:
-                    continue
-                if tries:
-                    for kept, share in ((state.rows[new.rows[b]], FORGET), (self._record, RECORD_FORGET)):
-                        evidence = kept[:, p, min(buckets[i], NUM_BUCKETS - 1)]
-                        evidence[:] = share * evidence + (hits, sum(priors[i][:tries]))
-
-    def _merge(self, choices: Sequence[_Choice | None], *, device: torch.device, num_nonfinite: int) -> Proposal:
-        """One proposal from the rows' choices; point masses become one-hot where another row has probabilities."""
-        width = max((len(choice.tokens) for choice in choices if choice), default=0)
-        tokens = torch.zeros(len(choices), width, dtype=torch.int64)
-        confidence = torch.zeros(len(choices), width)
-        spread = [choice.probs for choice in choices if choice and choice.probs is not None]
-        probs = torch.zeros(len(choices), width, spread[0].shape[-1], device=device) if spread else None
-        for b, choice in enumerate(choices):
-            if choice is None:
+        """Score the part that drafted by the verdict, and what the other cheap parts would have drafted by the
+        accepted run."""
+        for b, (row, draft) in enumerate(zip(new.rows, verdict.drafts, strict=True)):
+            if not new.tokens[b] or not draft.tokens:
                 continue
-            length = len(choice.tokens)
-            tokens[b, :length] = torch.tensor(choice.tokens)
-            confidence[b, :length] = torch.tensor(choice.rates)
-            if probs is not None and choice.probs is not None:
-                probs[b, :length] = choice.probs
-            elif probs is not None:
-                probs[b, range(length), choice.tokens] = 1.0
-        return Proposal(
-            tokens=tokens.to(device),
-            lengths=tuple(len(choice.tokens) if choice else 0 for choice in choices),
-            probs=probs,
-            confidence=confidence.to(device),
-            sources=tuple(self.names[choice.part] if choice else "" for choice in choices),
-            num_nonfinite=num_nonfinite,
-        )
+            run, num_drafted = verdict.num_accepted[b], len(draft.tokens)
+            for p, own in enumerate(_notes(draft)):
+                is_dear = p not in self._cheap
+                if own is None or (is_dear and draft.source != self.names[p]):
+                    continue
+                if draft.source == self.names[p]:
+                    hits, tries = run, min(run + 1, num_drafted)
+                else:
+                    hits, tries = _agreement(own.tokens[:num_drafted], draft.tokens[:run])
+                if tries:
+                    expected = tries * PRIOR_RATE if is_dear else sum(_stated(own)[:tries])
+                    state.rows[row].learn(p, own.kind, hits, expected)
+                    self._record.learn(p, own.kind, hits, expected)
+
+    def _merge(
+        self, choices: Sequence[_Choice | None], drafts: Sequence[Sequence[Draft | None]], *, num_nonfinite: int
+    ) -> Proposal:
+        """One proposal from the rows' choices; point masses become one-hot where another row has probabilities."""
+        spread = next((choice.probs for choice in choices if choice and choice.probs is not None), None)
+        probs = None
+        if spread is not None:
+            width = max(len(choice.draft.tokens) for choice in choices if choice)
+            probs = spread.new_zeros(len(choices), width, spread.shape[-1])
+            for b, choice in enumerate(choices):
+                if choice and choice.probs is not None:
+                    probs[b, : len(choice.probs)] = choice.probs
+                elif choice:
+                    probs[b, range(len(choice.draft.tokens)), list(choice.draft.tokens)] = 1.0
+        merged = [
+            choice.draft._replace(notes=own) if choice else Draft() for choice, own in zip(choices, drafts, strict=True)
+        ]
+        return Proposal(merged, probs, num_nonfinite)
+
+
+NOTHING = Draft()
 
 
 def _expected(rates: Sequence[float]) -> float:
@@ -361,12 +342,15 @@ def _best_length(rates: Sequence[float], prices: Prices | None, draft_sec: float
     else the number with most committed tokens per cost, 0 where none pays."""
     if prices is None:
         return len(rates), _expected(rates)
-    best, total, run = (0, prices.rate(0.0, 0)), 0.0, 1.0
+    costs, drafting = prices.forward, draft_sec / prices.one_sec
+    length, best, total, run = 0, 1.0 / costs[0], 1.0, 1.0
     for n, rate in enumerate(rates, start=1):
         run *= rate
         total += run
-        best = max(best, (n, prices.rate(total, n, draft_sec)), key=lambda known: known[1])
-    return best
+        value = total / (costs[n] + drafting)
+        if value > best:
+            length, best = n, value
+    return length, best
 
 
 def _follow(so_far: float, new: float) -> float:
@@ -380,55 +364,54 @@ def _members(new: Commit, members: Sequence[int]) -> Commit:
         return new
     at, verdict = list(members), new.verdict
     if verdict is not None:
-        verdict = Verdict(
-            proposed=verdict.proposed[at],
-            num_drafted=tuple(verdict.num_drafted[b] for b in at),
-            num_accepted=tuple(verdict.num_accepted[b] for b in at),
-            sources=tuple(verdict.sources[b] for b in at),
-        )
-    return Commit(
-        rows=tuple(new.rows[b] for b in at),
-        tokens=new.tokens[at],
-        features=None if new.features is None else new.features[at],
-        lengths=tuple(new.lengths[b] for b in at),
-        verdict=verdict,
-    )
+        verdict = Verdict([verdict.drafts[b] for b in at], [verdict.num_accepted[b] for b in at])
+    tokens = [new.tokens[b] for b in at]
+    features = None if new.features is None else new.features[at, : max(map(len, tokens))]
+    return Commit(rows=[new.rows[b] for b in at], tokens=tokens, features=features, verdict=verdict)
 
 
-def _stated(proposal: Proposal) -> list[list[float]]:
-    """Confidence of each row's drafts, PRIOR_RATE where the part states none."""
-    if proposal.confidence is None:
-        return [[PRIOR_RATE] * length for length in proposal.lengths]
-    return [row[:length] for row, length in zip(proposal.confidence.tolist(), proposal.lengths, strict=True)]
+def _stated(draft: Draft) -> Sequence[float]:
+    """Confidence of the drafts, PRIOR_RATE where the part states none."""
+    return draft.confidence or [PRIOR_RATE] * len(draft.tokens)
 
 
-def _agreement(own: list[int], run: list[int]) -> tuple[int, int]:
+def _notes(draft: Draft) -> list[Draft | None]:
+    """What each part drafted in the round of a draft of ours."""
+    assert isinstance(draft.notes, list)
+    return draft.notes
+
+
+def _is_from(draft: Draft, name: str) -> bool:
+    return draft.source == name and len(draft.tokens) > 0
+
+
+def _agreement(own: Sequence[int], run: Sequence[int]) -> tuple[int, int]:
     """Hits and tries of drafts against an accepted run; what would have come after the run is not known."""
-    hits = 0
-    while hits < min(len(own), len(run)) and own[hits] == run[hits]:
+    hits, most = 0, min(len(own), len(run))
+    while hits < most and own[hits] == run[hits]:
         hits += 1
-    return hits, min(hits + 1, len(own), len(run))
+    return hits, min(hits + 1, most)
 
 
 def _subset(request: DraftRequest, *, members: Sequence[int], limit: int) -> DraftRequest:
-    """The request for some of its rows, asking for at most `limit` tokens."""
-    if len(members) == len(request.rows) and max(request.num_tokens, default=0) <= limit:
-        return request
+    """The request for some of its rows, asking for at most `limit` tokens, whatever they cost."""
     return DraftRequest(
-        rows=tuple(request.rows[b] for b in members),
-        anchors=request.anchors[list(members)],
-        num_tokens=tuple(min(request.num_tokens[b], limit) for b in members),
-        prices=request.prices,
+        rows=[request.rows[b] for b in members],
+        anchors=[request.anchors[b] for b in members],
+        num_tokens=[min(request.num_tokens[b], limit) for b in members],
     )
 
 
-def _own(verdict: Verdict | None, name: str) -> Verdict | None:
+def _own(verdict: Verdict | None, p: int, name: str) -> Verdict | None:
     """The verdict as one part sees it: nothing drafted in rows that another part drafted."""
     if verdict is None:
         return None
-    mine = [source == name for source in verdict.sources]
-    return replace(
-        verdict,
-        num_drafted=tuple(n if m else 0 for n, m in zip(verdict.num_drafted, mine, strict=True)),
-        num_accepted=tuple(n if m else 0 for n, m in zip(verdict.num_accepted, mine, strict=True)),
-    )
+    drafts = [_of_part(draft, p) if _is_from(draft, name) else NOTHING for draft in verdict.drafts]
+    return Verdict(drafts, [n if draft.tokens else 0 for n, draft in zip(verdict.num_accepted, drafts, strict=True)])
+
+
+def _of_part(draft: Draft, p: int) -> Draft:
+    """What a part drafted, cut to what was verified."""
+    own, count = _notes(draft)[p], len(draft.tokens)
+    assert own is not None
+    return own._replace(tokens=own.tokens[:count], confidence=own.confidence[:count])

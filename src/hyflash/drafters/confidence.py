@@ -96,4 +96,5 @@ def admit(rates: Sequence[Sequence[float]], prices: Prices) -> list[int]:
 def _cost(prices: Prices, mean: float) -> float:
     """Cost of a forward of `mean` drafts a row, linear between whole numbers."""
     low, part = int(mean), mean - int(mean)
-    return prices.forward(low) + (part * (prices.forward(low + 1) - prices.forward(low)) if part > 0 else 0.0)
+    costs = prices.forward
+    return costs[low] + (part * (costs[low + 1] - costs[low]) if part > 0 else 0.0)

@@ -14,8 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TrainBatch
-from hyflash.drafters.base import DrafterConfig, State, pick_tokens
+from hyflash.core import Commit, Draft, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TrainBatch
+from hyflash.drafters.base import DrafterConfig, State, pick_tokens, to_proposal
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
@@ -191,9 +191,9 @@ class DrafterImpl(BlockModel):
     def commit(self, state: State, new: Commit) -> None:
         """Project the committed tokens' features and store keys and values."""
         own = BlockState.of(state)
-        if not new.rows or max(new.lengths) == 0:
+        if not any(new.tokens):
             return
-        rows, lengths = list(new.rows), list(new.lengths)
+        rows, lengths = list(new.rows), new.lengths
         taps = self._clean(new.features)
         starts = [own.lengths[row] for row in rows]
         if self.packed is not None:
@@ -209,7 +209,7 @@ class DrafterImpl(BlockModel):
             if length > 0 and "last" in own.fixed:
                 own.fixed["last"][row] = taps[b, length - 1].index_select(0, self.start_index)
             if "seen" in own.fixed:
-                own.fixed["seen"][row].index_fill_(0, new.tokens[b, :length], 1)
+                own.fixed["seen"][row, list(new.tokens[b])] = 1
 
     def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
         """Take context features (B, T, D) into the memories."""
@@ -222,13 +222,17 @@ class DrafterImpl(BlockModel):
         """FLOPs of the memories for one block and for one committed token."""
         return 0, 0
 
+    def _anchors(self, request: DraftRequest) -> Tensor:
+        """Anchors (B,) of a request, where the weights are."""
+        return torch.tensor(request.anchors, device=self.fc.weight.device)
+
     @torch.no_grad()
     def block_hidden(self, state: State, request: DraftRequest) -> Tensor:
         """Hidden states (B, L, D) of a full block after each row's anchor, before correction and head."""
         own, rows = BlockState.of(state), list(request.rows)
         lengths = [own.lengths[row] for row in rows]
         before = own.fixed["last"][rows] if "last" in own.fixed else self.fc.weight.new_zeros(len(rows), 0)
-        x = self._slot_inputs(request.anchors[:, None], before[:, None], self.packed)
+        x = self._slot_inputs(self._anchors(request)[:, None], before[:, None], self.packed)
         if self.packed is not None:
             x = self.packed.run(x[:, 0], own, rows)
             return x if self.norm is None else self.norm(x)
@@ -258,22 +262,19 @@ class DrafterImpl(BlockModel):
         wanted = tuple(self._room(own, row, n) for row, n in zip(request.rows, request.num_tokens, strict=True))
         depth = max(wanted, default=0)
         if depth == 0:
-            none = torch.zeros(len(wanted), 0, device=request.anchors.device)
-            return Proposal(tokens=none.long(), lengths=wanted, confidence=none)
+            return Proposal([Draft()] * len(wanted))
         if self.packed is not None and self._head_packs():
             return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
         hidden = self.block_hidden(state, request)[:, :depth]
         tokens, lengths, probs, cut = self._choose(own, request, hidden, wanted)
-        step = torch.arange(depth, device=tokens.device)
-        real = step < torch.tensor(lengths, device=tokens.device)[:, None]
-        return Proposal(tokens=tokens * real, lengths=lengths, confidence=probs * real, num_nonfinite=cut)
+        return to_proposal(tokens, lengths, probs, cut)
 
     def _choose(
         self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
     ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
         """Greedy tokens of hidden (B, L, D), as `pick_tokens` gives them, with the confidence stated where one is."""
         head = self._serving_head(state, request)
-        logits, stated = self._draft(hidden, head, request.anchors)
+        logits, stated = self._draft(hidden, head, self._anchors(request))
         columns, lengths, probs, cut = pick_tokens(logits, wanted)
         return head.token_ids(columns), lengths, probs if stated is None else stated, cut
 
@@ -307,7 +308,7 @@ class DrafterImpl(BlockModel):
             table = self._logit_table()
             tables = () if table is None else (table,)
             return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None, tables=tables)
-        return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], request.anchors)
+        return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], self._anchors(request))
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `State.nbytes` counts them; FLOPs of one full block and of one committed token."""

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from hyflash.core import DraftOutput, DraftRequest, Outcomes, Proposal, TargetHooks, TrainBatch
+from hyflash.core import Draft, DraftOutput, DraftRequest, Outcomes, Proposal, TargetHooks, TrainBatch
 from hyflash.drafters.base import DrafterConfig, State
 from hyflash.drafters.confidence import ConfidenceHead, admit, errors_by_position, fit_temperatures
 from hyflash.drafters.logit_drafter import LogitConfig, LogitDrafter
@@ -191,12 +191,8 @@ class DrafterImpl(LogitDrafter):
     def propose(self, state: State, request: DraftRequest) -> Proposal:
         """As the backbone's; with prices, only the drafts that are worth verifying by their confidence."""
         proposal = super().propose(state, request)
-        if request.prices is None or not self.cuts_by_prices or proposal.confidence is None:
+        if request.prices is None or not self.cuts_by_prices:
             return proposal
-        stated = [c[:n] for c, n in zip(proposal.confidence.tolist(), proposal.lengths, strict=True)]
-        lengths = admit(stated, request.prices)
-        real = torch.arange(proposal.tokens.shape[1]) < torch.tensor(lengths)[:, None]
-        real = real.to(proposal.tokens.device)
-        return replace(
-            proposal, tokens=proposal.tokens * real, lengths=tuple(lengths), confidence=proposal.confidence * real
-        )
+        lengths = admit([draft.confidence for draft in proposal.drafts], request.prices)
+        drafts = [Draft(d.tokens[:n], d.confidence[:n]) for d, n in zip(proposal.drafts, lengths, strict=True)]
+        return proposal._replace(drafts=drafts)

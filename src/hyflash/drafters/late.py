@@ -16,7 +16,7 @@ from hyflash.core import Commit
 LATE_PIECES = 64
 """Pieces of a row after which the caller should commit them: they are memory, and a pause before the next token."""
 
-Piece = tuple[list[int], Tensor | None]
+Piece = tuple[Sequence[int], Tensor | None]
 
 
 class LateCommits:
@@ -25,7 +25,7 @@ class LateCommits:
     def __init__(self) -> None:
         self._rows: dict[int, list[Piece]] = {}
 
-    def add(self, row: int, ids: list[int], features: Tensor | None) -> bool:
+    def add(self, row: int, ids: Sequence[int], features: Tensor | None) -> bool:
         """Keep a row's tokens and their features (n, C, D); True when there are enough to be committed."""
         pieces = self._rows.setdefault(row, [])
         pieces.append((ids, None if features is None else features.clone()))
@@ -36,18 +36,16 @@ class LateCommits:
         found = [(row, self._rows.pop(row)) for row in rows if row in self._rows]
         if not found:
             return None
-        texts = [[token for ids, _ in pieces for token in ids] for _, pieces in found]
-        lengths = tuple(map(len, texts))
-        tokens = torch.zeros(len(texts), max(lengths), dtype=torch.long)
+        tokens = [[token for ids, _ in pieces for token in ids] for _, pieces in found]
         features = None
-        for b, ((_, pieces), text) in enumerate(zip(found, texts, strict=True)):
-            tokens[b, : len(text)] = torch.tensor(text, dtype=torch.long)
+        for b, (_, pieces) in enumerate(found):
             parts = [part for _, part in pieces if part is not None]
             if parts:
                 own = torch.cat(parts)
-                features = own.new_zeros(*tokens.shape, *own.shape[1:]) if features is None else features
+                if features is None:
+                    features = own.new_zeros(len(found), max(map(len, tokens)), *own.shape[1:])
                 features[b, : len(own)] = own
-        return Commit(rows=tuple(row for row, _ in found), tokens=tokens, features=features, lengths=lengths)
+        return Commit(rows=[row for row, _ in found], tokens=tokens, features=features)
 
     def waiting(self, row: int) -> list[Piece]:
         """A row's pieces, for a snapshot."""

@@ -12,12 +12,13 @@ a proposal cost `max_ngram` look-ups at any context, and each row learns how oft
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks
-from hyflash.drafters.base import Drafter, DrafterConfig, State, pad_rows
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Proposal, TargetHooks
+from hyflash.drafters.base import Drafter, DrafterConfig, State
 
 NAME = "lookup"
 TOKEN_BYTES = 8
@@ -48,31 +49,44 @@ class _Row:
     """Tokens of one sequence, where each of their n-grams last ended, and how matches of each length fared."""
 
     def __init__(self, config: LookupConfig) -> None:
-        self.sizes = range(config.max_ngram, config.min_ngram - 1, -1)
+        self._least, self._most = config.min_ngram, config.max_ngram
         self.tokens = array("q")
-        self.index: dict[int, dict[int, int]] = {n: {} for n in self.sizes}  # size -> packed n-gram -> its end
+        self._indexes: list[dict[int, int]] = [{} for _ in range(self._least, self._most + 1)]  # n-gram -> its end
         self.accepted = [0.0] * config.max_ngram  # by match length - 1
         self.tried = [0.0] * config.max_ngram
 
-    def append(self, tokens: list[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Take in tokens; the n-grams that end in them become the most recent of their kind."""
         for token in tokens:
+            packed = self._suffixes(token)
             self.tokens.append(token)
             end = len(self.tokens)
-            for n in self.sizes:
-                if n <= end:
-                    self.index[n][_pack(self.tokens[end - n : end])] = end
+            for index, key in zip(self._indexes, packed, strict=False):
+                index[key] = end
 
     def match(self, anchor: int) -> tuple[int, int]:
         """Length of the longest suffix, anchor included, that occurred before, and where that ended; (0, 0) if none."""
-        for n in self.sizes:
-            if n <= len(self.tokens) + 1:
-                suffix = self.tokens[len(self.tokens) - (n - 1) :]
-                suffix.append(anchor)
-                end = self.index[n].get(_pack(suffix))
-                if end is not None:
-                    return n, end
+        packed = self._suffixes(anchor)
+        for i in range(len(packed) - 1, -1, -1):
+            end = self._indexes[i].get(packed[i])
+            if end is not None:
+                return self._least + i, end
         return 0, 0
+
+    def _suffixes(self, token: int) -> list[int]:
+        """N-grams of the indexed sizes that end in a token after the text, the shortest first, as far as there is text.
+
+        One integer for a few token ids below 2**32 is smaller than a tuple, and never equal for two of one size.
+        """
+        packed, key, shift = [], token, 32
+        if self._least == 1:
+            packed.append(key)
+        for n in range(2, min(self._most, len(self.tokens) + 1) + 1):
+            key |= self.tokens[1 - n] << shift
+            shift += 32
+            if n >= self._least:
+                packed.append(key)
+        return packed
 
     def copy_after(self, end: int, *, anchor: int, count: int) -> list[int]:
         """The `count` tokens that follow position `end` in the committed tokens and the anchor, repeated forever."""
@@ -142,38 +156,25 @@ class DrafterImpl(Drafter):
     def commit(self, state: State, new: Commit) -> None:
         """Append tokens; a verdict on a lookup proposal first counts for its match length."""
         assert isinstance(state, LookupState)
-        for b, (row, tokens, length) in enumerate(zip(new.rows, new.tokens.tolist(), new.lengths, strict=True)):
-            kept, verdict = state.rows[row], new.verdict
-            if verdict is not None and verdict.sources[b] == NAME and verdict.num_drafted[b] and length:
-                matched, _ = kept.match(tokens[0])  # the first token is the anchor of the proposal judged here
-                if matched:
-                    kept.learn(matched, num_accepted=verdict.num_accepted[b], num_drafted=verdict.num_drafted[b])
-            kept.append(tokens[:length])
+        for b, (row, tokens) in enumerate(zip(new.rows, new.tokens, strict=True)):
+            kept = state.rows[row]
+            if new.verdict is not None and tokens:
+                draft = new.verdict.drafts[b]
+                if draft.kind and draft.tokens:
+                    kept.learn(draft.kind, num_accepted=new.verdict.num_accepted[b], num_drafted=len(draft.tokens))
+            kept.append(tokens)
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
         """Copies after each row's longest match; no tokens for a row without one."""
         assert isinstance(state, LookupState)
-        drafts: list[list[int]] = []
-        rates: list[list[float]] = []
-        for row, anchor, wanted in zip(request.rows, request.anchors.tolist(), request.num_tokens, strict=True):
+        drafts = []
+        for row, anchor, wanted in zip(request.rows, request.anchors, request.num_tokens, strict=True):
             kept = state.rows[row]
             length, end = kept.match(anchor)
             count = min(wanted, self.max_draft_tokens) if length else 0
-            drafts.append(kept.copy_after(end, anchor=anchor, count=count))
-            rates.append([kept.rate(length + i) for i in range(count)])
-        device = request.anchors.device
-        return Proposal(
-            tokens=pad_rows(drafts, 0).to(device),
-            lengths=tuple(len(d) for d in drafts),
-            confidence=pad_rows(rates, 0.0).to(device),
-            sources=(NAME,) * len(drafts),
-        )
-
-    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
-        """Match length of each row, 0 without a match."""
-        assert isinstance(state, LookupState)
-        anchors = request.anchors.tolist()
-        return tuple(state.rows[row].match(a)[0] for row, a in zip(request.rows, anchors, strict=True))
+            copy = kept.copy_after(end, anchor=anchor, count=count)
+            drafts.append(Draft(copy, [kept.rate(length + i) for i in range(count)], NAME, length))
+        return Proposal(drafts)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `nbytes` charges them; look-ups do no floating-point work."""
@@ -184,14 +185,6 @@ class DrafterImpl(Drafter):
             propose_flops=0,
             commit_flops_per_token=0,
         )
-
-
-def _pack(ngram: array[int]) -> int:
-    """One integer for a few token ids below 2**32: smaller than a tuple and never equal for two n-grams of one size."""
-    key = 0
-    for token in ngram:
-        key = key << 32 | token
-    return key
 
 
 def _bytes_per_token(config: LookupConfig) -> int:

@@ -10,6 +10,8 @@ the target's own answers (`hyflash data ngrams`), and thinning it to where a lon
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,8 +21,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks
-from hyflash.drafters.base import Drafter, DrafterConfig, State, pad_rows
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Proposal, TargetHooks
+from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.errors import UserError
 
 TOKEN_BITS = 21
@@ -82,7 +84,7 @@ class DrafterImpl(Drafter):
         self.register_buffer("keys", torch.zeros(config.num_entries, dtype=torch.int64))  # ascending
         self.register_buffer("tokens", torch.zeros(config.num_entries, dtype=torch.int32))
         self.register_buffer("shares", torch.zeros(config.num_entries, dtype=torch.uint8))  # of 255
-        self._table: tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]] | None = None
+        self._table: tuple[array[int], array[int], bytes] | None = None
         self._of: Tensor | None = None  # the keys that `_table` was read from
 
     def new_state(self, num_rows: int) -> NgramState:
@@ -92,31 +94,18 @@ class DrafterImpl(Drafter):
     def commit(self, state: State, new: Commit) -> None:
         """Keep the last tokens."""
         assert isinstance(state, NgramState)
-        for row, tokens, length in zip(new.rows, new.tokens.tolist(), new.lengths, strict=True):
-            state.rows[row] = (state.rows[row] + tokens[:length])[-state.size :]
+        for row, tokens in zip(new.rows, new.tokens, strict=True):
+            state.rows[row] = [*state.rows[row], *tokens][-state.size :]
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
-        """Chains after each row's context; none where even its anchor is not in the table."""
+        """Chains after each row's context; none where even its anchor is not in the table. Their kind is the eighth
+        of the first token's share."""
         assert isinstance(state, NgramState)
-        chains = [
-            self._chain([*state.rows[row], anchor], min(wanted, self.max_draft_tokens))
-            for row, anchor, wanted in zip(request.rows, request.anchors.tolist(), request.num_tokens, strict=True)
-        ]
-        device = request.anchors.device
-        return Proposal(
-            tokens=pad_rows([tokens for tokens, _ in chains], 0).to(device),
-            lengths=tuple(len(tokens) for tokens, _ in chains),
-            confidence=pad_rows([shares for _, shares in chains], 0.0).to(device),
-        )
-
-    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
-        """Eighths of the first token's confidence."""
-        assert isinstance(state, NgramState)
-        firsts = [
-            self._chain([*state.rows[row], anchor], 1)[1]
-            for row, anchor in zip(request.rows, request.anchors.tolist(), strict=True)
-        ]
-        return tuple(int(8 * share[0]) if share else 0 for share in firsts)
+        drafts = []
+        for row, anchor, wanted in zip(request.rows, request.anchors, request.num_tokens, strict=True):
+            tokens, shares = self._chain([*state.rows[row], anchor], min(wanted, self.max_draft_tokens))
+            drafts.append(Draft(tokens, shares, kind=int(8 * shares[0]) if shares else 0))
+        return Proposal(drafts)
 
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `nbytes` has them; look-ups do no floating-point work."""
@@ -133,24 +122,36 @@ class DrafterImpl(Drafter):
         keys, tokens, shares = self._arrays()
         chain: list[int] = []
         confidence: list[float] = []
-        context = text[-self.config.max_context :]
-        while len(chain) < count and len(keys):
-            wanted = [pack(context[i:]) for i in range(len(context))]  # the longest first
-            for key, at in zip(wanted, np.searchsorted(keys, wanted).tolist(), strict=True):
-                if at < len(keys) and keys[at] == key:
-                    break
-            else:
+        most = self.config.max_context
+        context = text[-most:]
+        while len(chain) < count:
+            found = self._find(keys, context)
+            if found < 0:
                 break
-            chain.append(int(tokens[at]))
-            confidence.append(float(shares[at]) / 255)
-            context = [*context, chain[-1]][-self.config.max_context :]
+            chain.append(tokens[found])
+            confidence.append(shares[found] / 255)
+            context = [*context, chain[-1]][-most:]
         return chain, confidence
 
-    def _arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8]]:
-        """The table in main memory."""
+    @staticmethod
+    def _find(keys: array[int], context: list[int]) -> int:
+        """Place in the table of the longest end of a context that is there, -1 if none."""
+        for first in range(len(context)):
+            key = pack(context[first:])
+            at = bisect_left(keys, key)
+            if at < len(keys) and keys[at] == key:
+                return at
+        return -1
+
+    def _arrays(self) -> tuple[array[int], array[int], bytes]:
+        """The table in plain memory: a look-up is a few steps of bisection, less than a call of a tensor library."""
         if self._table is None or self._of is not self.keys:
             self._of = self.keys
-            self._table = self.keys.cpu().numpy(), self.tokens.cpu().numpy(), self.shares.cpu().numpy()
+            self._table = (
+                array("q", self.keys.cpu().numpy().tobytes()),
+                array("i", self.tokens.cpu().numpy().tobytes()),
+                self.shares.cpu().numpy().tobytes(),
+            )
         return self._table
 
 

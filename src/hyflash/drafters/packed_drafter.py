@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hyflash.core import DraftRequest, Proposal, TargetHooks
+from hyflash.core import Draft, DraftRequest, Proposal, TargetHooks
 from hyflash.drafters.context import BlockState
 from hyflash.drafters.vocab import ReducedHead, head_logits
 from hyflash.errors import HyflashError
@@ -253,7 +253,7 @@ class PackedDrafter:
         if self._block is None:
             self._block = self._new_block(head)
         asked, rows = [b for b, most in enumerate(wanted) if most], []
-        anchors = request.anchors.tolist()
+        anchors = request.anchors
         for b in asked:
             row, seen = request.rows[b], state.fixed["seen"][request.rows[b]]
             if not 0 <= anchors[b] < len(seen):
@@ -268,21 +268,18 @@ class PackedDrafter:
                 )
             )
         tokens, shares, found = run_block(self._kernels, self._block, rows)
-        lengths, cut = list(wanted), sum(n < row.num_tokens for n, row in zip(found, rows, strict=True))
-        if len(asked) < len(wanted):
-            places = torch.tensor(asked)
-            tokens = tokens.new_zeros(len(wanted), tokens.shape[1]).index_copy(0, places, tokens)
-            shares = shares.new_zeros(len(wanted), shares.shape[1]).index_copy(0, places, shares)
-        for b, n in zip(asked, found, strict=True):
-            lengths[b] = n
-        return Proposal(tokens=tokens, lengths=tuple(lengths), confidence=shares, num_nonfinite=cut)
+        drafts = [Draft()] * len(wanted)
+        for b, ids, rates, n in zip(asked, tokens.tolist(), shares.tolist(), found, strict=True):
+            drafts[b] = Draft(ids[:n], rates[:n])
+        cut = sum(n < row.num_tokens for n, row in zip(found, rows, strict=True))
+        return Proposal(drafts, num_nonfinite=cut)
 
     def candidates(
         self, state: BlockState, request: DraftRequest, hidden: Tensor, count: int, *, reduced: ReducedHead
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids (B, L, K) of the `count` best tokens of hidden (B, L, D) by a reduced head."""
         packed, lists = self._head_of(reduced), []
-        for row, anchor, states in zip(request.rows, request.anchors.tolist(), hidden, strict=True):
+        for row, anchor, states in zip(request.rows, request.anchors, hidden, strict=True):
             head = packed.of_row(state.fixed["seen"][row], anchor)
             (static,) = self._kernels.dense(states, [head.static])
             more = head_logits(states, head.rows[head.more], head.more_bias)

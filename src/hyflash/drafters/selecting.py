@@ -166,7 +166,7 @@ class SelectingDrafter(hyflash.DrafterImpl):
     ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
         """Tokens of hidden (B, L, D) along the selector's path, cut at the first position that is not finite."""
         logprobs, ids = self._listed(state, request, hidden)
-        path = walk(self.candidate_selector, hidden, request.anchors, logprobs, ids)
+        path = walk(self.candidate_selector, hidden, self._anchors(request), logprobs, ids)
         good = path.finite.long().cumprod(1).sum(1).tolist()
         lengths = tuple(min(w, g) for w, g in zip(wanted, good, strict=True))
         cut = sum(g < min(w, hidden.shape[1]) for w, g in zip(wanted, good, strict=True))

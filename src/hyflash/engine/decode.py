@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hyflash.core import (
     Commit,
+    Draft,
     DraftRequest,
     Event,
     Prices,
@@ -29,18 +30,17 @@ from hyflash.core import (
     TargetOutput,
     Verdict,
 )
-from hyflash.drafters.base import Drafter, State, pad_rows
+from hyflash.drafters.base import Drafter, State
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.progress import Progress
 from hyflash.engine.verify import choices, num_best, verify
 from hyflash.errors import UserError
-from hyflash.sampling import is_plain_greedy
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
 
 Exact = Literal["auto", "recheck", "off"]
-NO_DRAFT: tuple[int, ...] = ()
+NO_DRAFT = Draft()
 
 
 class Engine:
@@ -74,6 +74,7 @@ class Engine:
         self.counters: Counter[str] = Counter()
         self._epsilon = target.epsilon if self.exactness != "invariant" else 0.0
         self._prefill_chunk = prefill_chunk
+        self._drafter_name = type(drafter).__module__.rpartition(".")[2]
         self._taps = drafter.target_layer_ids if drafter is not None else ()
         self._state: State | None = drafter.new_state(max_rows) if drafter is not None else None
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -229,38 +230,41 @@ class Engine:
     def _round(self, running: list[Progress]) -> list[Event]:
         """Propose, verify and commit once for every running request."""
         began = time.perf_counter()
-        asked, drafts, sources = self._propose(running)
+        asked, drafts = self._propose(running)
         drafted = time.perf_counter()
-        blocks = [[p.anchor, *d] for p, d in zip(running, drafts, strict=True)]
+        blocks = [[p.anchor, *draft.tokens] for p, draft in zip(running, drafts, strict=True)]
         rows = Rows(
             tokens=torch.tensor([t for block in blocks for t in block]),
             seqs=tuple(p.seq for p in running),
             lengths=tuple(len(block) for block in blocks),
             taps=self._taps,
-            top=num_best(self._epsilon) if all(is_plain_greedy(p.params) for p in running) else 0,
+            top=num_best(self._epsilon) if all(p.is_plain_greedy for p in running) else 0,
         )
         out = self.target.forward(rows)
         verified = time.perf_counter()
-        events, committed, accepted, first = [], [], [], 0
-        for p, d, block, source in zip(running, drafts, blocks, sources, strict=True):
-            before = len(p.token_ids)
-            outcome = self._verify(p, out, first, d, width=len(rows.tokens))
+        events, kept, accepted, first = [], [], [], 0
+        for p, draft, block in zip(running, drafts, blocks, strict=True):
+            before, num_drafted = len(p.token_ids), len(draft.tokens)
+            num_accepted, num_committed = self._verify(p, out, first, draft.tokens, width=len(rows.tokens))
             first += len(block)
-            committed.append(outcome[1])
-            accepted.append(outcome[0])
+            kept.append(block[:num_committed])
+            accepted.append(num_accepted)
             p.rounds.append(
-                RoundTrace(num_drafted=len(d), num_accepted=outcome[0], num_committed=outcome[1], source=source)
+                RoundTrace(
+                    num_drafted=num_drafted,
+                    num_accepted=num_accepted,
+                    num_committed=num_committed,
+                    source=draft.source if num_drafted else "",
+                )
             )
-            self._stats[p.request_id].observe(len(d), outcome[0])
+            self._stats[p.request_id].observe(num_drafted, num_accepted)
             p.last_token_sec = time.perf_counter()
             p.first_token_sec = p.first_token_sec or p.last_token_sec
             self.target.truncate(p.seq, p.position - 1)
-            events.append(self._event(p, tuple(p.token_ids[before:]), len(d), outcome[0]))
+            events.append(self._event(p, tuple(p.token_ids[before:]), num_drafted, num_accepted))
         ready = time.perf_counter()
-        kept = [block[:n] for block, n in zip(blocks, committed, strict=True)]
-        if any(drafts):
-            verdict = _verdict(drafts, accepted, sources)
-            self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
+        if any(draft.tokens for draft in drafts):
+            self._commit(running, kept, out.features, rows.lengths, verdict=Verdict(drafts, accepted))
         else:
             self._commit_later(running, kept, out.features, rows.lengths)
         draft_sec = drafted - began + time.perf_counter() - ready
@@ -276,36 +280,35 @@ class Engine:
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _propose(self, running: list[Progress]) -> tuple[bool, list[tuple[int, ...]], list[str]]:
-        """Whether the drafter ran; draft tokens and their source for each request, empty where there are none."""
-        drafts: list[tuple[int, ...]] = [NO_DRAFT] * len(running)
-        sources = [""] * len(running)
+    def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft]]:
+        """Whether the drafter ran; a draft for each request, without tokens where there are none."""
+        drafts = [NO_DRAFT] * len(running)
         if self.drafter is None or self._state is None:
-            return False, drafts, sources
+            return False, drafts
         wanted = [self._length(p, len(running)) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen:
-            return False, drafts, sources
+            return False, drafts
         self._catch_up(running)
         proposal = self.drafter.propose(
             self._state,
             DraftRequest(
-                rows=tuple(running[i].row for i in chosen),
-                anchors=torch.tensor([running[i].anchor for i in chosen]),
-                num_tokens=tuple(wanted[i] for i in chosen),
+                rows=[running[i].row for i in chosen],
+                anchors=[running[i].anchor for i in chosen],
+                num_tokens=[wanted[i] for i in chosen],
                 prices=self._prices(len(running)),
             ),
         )
         self._count_nonfinite(proposal)
         vocab = self.target.info.vocab_size
-        for at, i in enumerate(chosen):
-            tokens = proposal.tokens[at, : min(proposal.lengths[at], wanted[i])].tolist()
+        for i, draft in zip(chosen, proposal.drafts, strict=True):
             # A drafter with a larger vocabulary may propose what the target cannot say.
-            good = next((n for n, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))
-            drafts[i] = tuple(tokens[:good])
-            self.policy.hears(self._stats[running[i].request_id], good)
-            sources[i] = proposal.sources[at] if proposal.sources else type(self.drafter).__module__.rpartition(".")[2]
-        return True, drafts, sources
+            good = next((n for n, t in enumerate(draft.tokens[: wanted[i]]) if not 0 <= t < vocab), wanted[i])
+            if good < len(draft.tokens):
+                draft = draft._replace(tokens=draft.tokens[:good], confidence=draft.confidence[:good])
+            drafts[i] = draft if draft.source else draft._replace(source=self._drafter_name)
+            self.policy.hears(self._stats[running[i].request_id], len(draft.tokens))
+        return True, drafts
 
     def _length(self, p: Progress, num_rows: int) -> int:
         """Draft tokens to ask for: the policy's choice within every limit."""
@@ -337,7 +340,7 @@ class Engine:
             self.counters["draft_nonfinite"] += proposal.num_nonfinite
 
     def _verify(
-        self, p: Progress, out: TargetOutput, first: int, drafts: tuple[int, ...], *, width: int
+        self, p: Progress, out: TargetOutput, first: int, drafts: Sequence[int], *, width: int
     ) -> tuple[int, int]:
         """Accepted and committed tokens of one request's block, whose rows begin at `first`."""
         is_alone = width == 1
@@ -380,23 +383,16 @@ class Engine:
         """Hand committed tokens and their features to the drafter; packed (N, C, D) becomes padded (B, T, C, D)."""
         if self.drafter is None or self._state is None:
             return
-        lengths = tuple(len(tokens) for tokens in kept)
-        T = max(lengths)
+        T = max(map(len, kept))
         padded = None
         if features is not None and len(kept) == 1:
             padded = features[None, :T]
         elif features is not None:
             padded, first = features.new_zeros(len(kept), T, *features.shape[1:]), 0
-            for b, (length, width) in enumerate(zip(lengths, widths, strict=True)):
-                padded[b, :length] = features[first : first + length]
+            for b, (tokens, width) in enumerate(zip(kept, widths, strict=True)):
+                padded[b, : len(tokens)] = features[first : first + len(tokens)]
                 first += width
-        commit = Commit(
-            rows=tuple(p.row for p in requests),
-            tokens=pad_rows(kept, 0),
-            features=padded,
-            lengths=lengths,
-            verdict=verdict,
-        )
+        commit = Commit(rows=[p.row for p in requests], tokens=kept, features=padded, verdict=verdict)
         self.drafter.commit(self._state, commit)
 
     def _commit_later(
@@ -430,12 +426,3 @@ class Engine:
             finish_reason=p.finish_reason,
             error=p.error,
         )
-
-
-def _verdict(drafts: list[tuple[int, ...]], accepted: list[int], sources: list[str]) -> Verdict:
-    return Verdict(
-        proposed=pad_rows(drafts, 0),
-        num_drafted=tuple(map(len, drafts)),
-        num_accepted=tuple(accepted),
-        sources=tuple(sources),
-    )

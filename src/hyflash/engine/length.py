@@ -142,7 +142,7 @@ class AdaptiveLength(LengthPolicy):
             widths = [num_rows * (drafts + 1) for drafts in range(self.max_draft_tokens + 1)]
             beyond = self._beyond[num_rows] = [self._tabled(width) - 1.0 for width in widths]
         stretch = self._stretch
-        return Prices(forward=lambda drafts: 1.0 + stretch * beyond[drafts], one_sec=self._one_sec)
+        return Prices(forward=[1.0 + stretch * c for c in beyond], one_sec=self._one_sec)
 
     def cost(self, width: float) -> float:
         """c(width) as it is by now."""

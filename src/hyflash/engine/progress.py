@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from hyflash.core import FinishReason, Request, Result, RoundTrace, TokenLogprob
+from hyflash.sampling import is_plain_greedy
 from hyflash.text import TextStream, Tokenizer
 
 
@@ -29,6 +30,7 @@ class Progress:
         self.request_id = request_id
         self.request = request
         self.params = params
+        self.is_plain_greedy = is_plain_greedy(params)
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.rounds: list[RoundTrace] = []

@@ -63,39 +63,35 @@ def watch(drafter: Drafter, recordings: Sequence[Recording], num_draft_tokens: i
     measure(watched, recordings, num_draft_tokens)
     width = drafter.max_draft_tokens
     stated = torch.zeros(len(watched.seen), width)
-    for row, (confidence, _, _) in zip(stated, watched.seen, strict=True):
-        row[: len(confidence)] = confidence
+    for row, (confidence, _) in zip(stated, watched.seen, strict=True):
+        row[: len(confidence)] = torch.tensor(confidence)
     return Outcomes(
         confidence=stated,
-        num_drafted=torch.tensor([drafted for _, drafted, _ in watched.seen], dtype=torch.int64),
-        num_accepted=torch.tensor([accepted for _, _, accepted in watched.seen], dtype=torch.int64),
+        num_drafted=torch.tensor([len(confidence) for confidence, _ in watched.seen], dtype=torch.int64),
+        num_accepted=torch.tensor([accepted for _, accepted in watched.seen], dtype=torch.int64),
     )
 
 
 class _Watched(Drafter):
-    """A drafter whose proposals are kept until their verdict comes."""
+    """A drafter whose verdicts are kept."""
 
     def __init__(self, inner: Drafter) -> None:
         super().__init__(inner.config, inner.hooks)
         self.inner = inner
         self.target_layer_ids, self.max_positions = inner.target_layer_ids, inner.max_positions
         self.max_draft_tokens = inner.max_draft_tokens
-        self.seen: list[tuple[torch.Tensor, int, int]] = []  # confidence (n,), drafts, accepted ones
-        self._open: dict[int, torch.Tensor] = {}
+        self.seen: list[tuple[Sequence[float], int]] = []  # confidence of each draft, accepted ones
 
     def new_state(self, num_rows: int) -> State:
         return self.inner.new_state(num_rows)
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
-        proposal = self.inner.propose(state, request)
-        if proposal.confidence is not None:
-            self._open = dict(zip(request.rows, proposal.confidence.float().cpu(), strict=True))
-        return proposal
+        return self.inner.propose(state, request)
 
     def commit(self, state: State, new: Commit) -> None:
         if new.verdict is not None:
-            fared = zip(new.rows, new.verdict.num_drafted, new.verdict.num_accepted, strict=True)
-            self.seen += [(self._open[row][:n], n, hits) for row, n, hits in fared if n > 0 and row in self._open]
+            fared = zip(new.verdict.drafts, new.verdict.num_accepted, strict=True)
+            self.seen += [(draft.confidence, hits) for draft, hits in fared if draft.confidence]
         self.inner.commit(state, new)
 
     def cost(self, context_tokens: int) -> DraftCost:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hyflash.core import TargetOutput
 from hyflash.engine.progress import Progress
-from hyflash.sampling import Choice, choose, is_plain_greedy
+from hyflash.sampling import Choice, choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def choices(progress: Progress, out: TargetOutput, first: int, num: int, *, epsi
         return _greedy(out.top_ids[rows], out.top_values[rows]).__getitem__
     assert out.logits is not None
     logits = out.logits[rows]
-    if is_plain_greedy(progress.params):
+    if progress.is_plain_greedy:
         return _greedy(*best(logits, num_best(epsilon))).__getitem__
     return lambda i: choose_next(progress, logits[i])
 
