@@ -243,9 +243,13 @@ class TargetOutput:
     """Result of one target forward, rows in the order of `Rows.tokens`."""
 
     logits: Tensor | None  # (N or B, V) float32, by Rows.logits; None where the best ones below take its place
-    features: Tensor | None  # (N, C, D) in the order of Rows.taps, clamped to +-65504
-    top_ids: Tensor | None = None  # (N or B, Rows.top) int64, best first, the lower id among equals, NaN before all
-    top_values: Tensor | None = None  # (N or B, Rows.top) float32
+    features: (
+        Tensor | None
+    )  # (N, C, D) in the order of Rows.taps, clamped to +-65504; the target does not touch it again
+    top_ids: Sequence[Sequence[int]] | None = (
+        None  # (N or B, Rows.top), best first, the lower id among equals, NaN first
+    )
+    top_values: Sequence[Sequence[float]] | None = None  # (N or B, Rows.top)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

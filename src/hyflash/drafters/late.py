@@ -26,9 +26,10 @@ class LateCommits:
         self._rows: dict[int, list[Piece]] = {}
 
     def add(self, row: int, ids: Sequence[int], features: Tensor | None) -> bool:
-        """Keep a row's tokens and their features (n, C, D); True when there are enough to be committed."""
+        """Keep a row's tokens and their features (n, C, D), which nobody may write to; True when there are enough to be
+        committed."""
         pieces = self._rows.setdefault(row, [])
-        pieces.append((ids, None if features is None else features.clone()))
+        pieces.append((ids, features))
         return len(pieces) >= LATE_PIECES
 
     def take(self, rows: Sequence[int]) -> Commit | None:

@@ -29,6 +29,8 @@ TOKEN_BITS = 21
 """Bits of a token in a key; three tokens fill a positive int64."""
 SHRINK = 0.5
 """Taken from the hits and added to the trials: what was seen twice is not certain."""
+LEAST_RUN = 0.04
+"""A chain ends where it is right with no more than this chance: no forward verifies a row so cheaply."""
 ALIKE = 0.1
 """A longer context is left out where the shorter one says the same with a confidence this near."""
 
@@ -124,12 +126,14 @@ class DrafterImpl(Drafter):
         confidence: list[float] = []
         most = self.config.max_context
         context = text[-most:]
-        while len(chain) < count:
+        run = 1.0  # chance that all drafts so far are right
+        while len(chain) < count and run > LEAST_RUN:
             found = self._find(keys, context)
             if found < 0:
                 break
             chain.append(tokens[found])
             confidence.append(shares[found] / 255)
+            run *= confidence[-1]
             context = [*context, chain[-1]][-most:]
         return chain, confidence
 

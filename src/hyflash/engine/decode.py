@@ -285,7 +285,8 @@ class Engine:
         drafts = [NO_DRAFT] * len(running)
         if self.drafter is None or self._state is None:
             return False, drafts
-        wanted = [self._length(p, len(running)) for p in running]
+        prices = self._prices(len(running))
+        wanted = [self._length(p, len(running), is_priced=prices is not None) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen:
             return False, drafts
@@ -296,7 +297,7 @@ class Engine:
                 rows=[running[i].row for i in chosen],
                 anchors=[running[i].anchor for i in chosen],
                 num_tokens=[wanted[i] for i in chosen],
-                prices=self._prices(len(running)),
+                prices=prices,
             ),
         )
         self._count_nonfinite(proposal)
@@ -310,7 +311,7 @@ class Engine:
             self.policy.hears(self._stats[running[i].request_id], len(draft.tokens))
         return True, drafts
 
-    def _length(self, p: Progress, num_rows: int) -> int:
+    def _length(self, p: Progress, num_rows: int, *, is_priced: bool) -> int:
         """Draft tokens to ask for: the policy's choice within every limit."""
         assert self.drafter is not None
         most = min(self.drafter.max_draft_tokens, p.remaining - 1)
@@ -320,11 +321,11 @@ class Engine:
             most = min(most, self.drafter.max_positions - p.position)
         if most <= 0:
             return 0
-        longest, priced = min(most, self.policy.max_draft_tokens), self._prices(num_rows) is not None
-        if priced and self.drafter.weighs_prices:
+        longest = min(most, self.policy.max_draft_tokens)
+        if is_priced and self.drafter.weighs_prices:
             return longest if self.policy.asks(self._stats[p.request_id]) else 0
         chosen = self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
-        return longest if chosen and priced else chosen
+        return longest if chosen and is_priced else chosen
 
     def _prices(self, num_rows: int) -> Prices | None:
         """For drafters that cut what they draft by prices, as far as the policy knows these."""

@@ -77,7 +77,8 @@ def choices(progress: Progress, out: TargetOutput, first: int, num: int, *, epsi
     assert out.logits is not None
     logits = out.logits[rows]
     if progress.is_plain_greedy:
-        return _greedy(*best(logits, num_best(epsilon))).__getitem__
+        ids, values = best(logits, num_best(epsilon))
+        return _greedy(ids.tolist(), values.tolist()).__getitem__
     return lambda i: choose_next(progress, logits[i])
 
 
@@ -107,7 +108,7 @@ def best(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return torch.cat([ids, top.indices[:, 1:]], 1), top.values
 
 
-def _greedy(ids: Tensor, values: Tensor) -> list[Choice]:
+def _greedy(ids: Sequence[Sequence[int]], values: Sequence[Sequence[float]]) -> list[Choice]:
     """A choice for each row from its best logits; margins only where there is a second."""
     return [
         Choice(
@@ -115,5 +116,5 @@ def _greedy(ids: Tensor, values: Tensor) -> list[Choice]:
             margin=(best[0] - best[1]) / 2 if len(best) > 1 else float("inf"),
             finite=math.isfinite(best[0]),
         )
-        for tokens, best in zip(ids.tolist(), values.tolist(), strict=True)
+        for tokens, best in zip(ids, values, strict=True)
     ]

@@ -108,7 +108,7 @@ class NativeTarget(Target):
         self._kv, self._num_threads = kv, num_threads
         self._vectors: list[NDArray[Any]] = []
         self._dense_head: Tensor | None = None
-        self._open: set[int] = set()
+        self._lengths: dict[int, int] = {}  # tokens in the caches of open sequences, as the kernels have them
         self._model = self._lib.hk_model_new(ctypes.byref(_config(spec, kv)), self._isa.encode(), num_threads)
         if not self._model:
             raise UserError(
@@ -136,25 +136,28 @@ class NativeTarget(Target):
         seq = int(self._lib.hk_seq_open(self._model))
         if seq < 0:
             raise HyflashError("no memory for another sequence.")
-        self._open.add(seq)
+        self._lengths[seq] = 0
         return seq
 
     def close(self, seq: int) -> None:
         """Forget a sequence; its pages go to the next one."""
         self._check_open(seq)
-        self._open.discard(seq)
+        del self._lengths[seq]
         self._lib.hk_seq_close(self._model, seq)
 
     def length(self, seq: int) -> int:
         """Tokens in the sequence's cache."""
         self._check_open(seq)
-        return int(self._lib.hk_seq_length(self._model, seq))
+        return self._lengths[seq]
 
     def truncate(self, seq: int, length: int) -> None:
         """Drop cached tokens at positions >= length."""
-        if not 0 <= length <= self.length(seq):
-            raise ValueError(f"cannot truncate a cache of {self.length(seq)} tokens to {length}")
-        self._lib.hk_seq_truncate(self._model, seq, length)
+        held = self.length(seq)
+        if not 0 <= length <= held:
+            raise ValueError(f"cannot truncate a cache of {held} tokens to {length}")
+        if length < held:
+            self._lib.hk_seq_truncate(self._model, seq, length)
+            self._lengths[seq] = length
 
     def kv_bytes(self) -> int:
         """Bytes of KV the open sequences hold."""
@@ -198,8 +201,13 @@ class NativeTarget(Target):
         )
         if self._lib.hk_forward(self._model, ctypes.byref(batch)):
             raise MemoryError(f"not enough memory for a forward of {len(tokens)} tokens of {n} sequences")
+        for seq, new in zip(rows.seqs, rows.lengths, strict=True):
+            self._lengths[seq] += new
         return TargetOutput(
-            logits=logits, features=features, top_ids=None if ids is None else ids.long(), top_values=values
+            logits=logits,
+            features=features,
+            top_ids=None if ids is None else ids.tolist(),
+            top_values=None if values is None else values.tolist(),
         )
 
     def hooks(self) -> TargetHooks:
@@ -332,14 +340,15 @@ class NativeTarget(Target):
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _check_open(self, seq: int) -> None:
-        if seq not in self._open:
+        if seq not in self._lengths:
             raise HyflashError(f"sequence {seq} is not open.")
 
     def _check(self, rows: Rows) -> None:
         num = sum(rows.lengths)
         if rows.tokens.shape != (num,) or min(rows.lengths, default=0) < 1 or len(set(rows.seqs)) != len(rows.seqs):
             raise HyflashError(f"malformed rows: {tuple(rows.tokens.shape)} tokens, lengths {rows.lengths}.")
-        low, high = (int(x) for x in rows.tokens.aminmax())
+        ids = rows.tokens.tolist()  # plain numbers, since there are few
+        low, high = min(ids), max(ids)
         if low < 0 or high >= self.info.vocab_size:
             raise HyflashError(f"token {low if low < 0 else high} is outside the vocabulary of {self.info.name}.")
         for tap in rows.taps:
