@@ -3,7 +3,7 @@
 In: a known name (`smollm2-135m`), a directory, a `.gguf` file, or a hub name `owner/name`. Out: a `Source`; of a GGUF
 file its tokenizer, and dense weights for targets that read no other. Everything is written beside its place and moved
 there in one step, so a cut-off pull leaves nothing half-written and two pulls at once do no harm. Nothing here touches
-the network but `pull`.
+the network but `pull`, and `fetched` for a name on the hub.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ DEFAULT_TARGET = "smollm2-135m"
 _SHIPPED = {DEFAULT_TARGET: ("smollm2-135m-ngram", "smollm2-135m-hyflash")}
 _CONVERSION = 1
 """Version of the converted layout; raise it when `_convert` changes what it writes."""
+
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+"""Of a model on the hub: configuration, weights and tokenizer, not the same weights in other formats."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, bytes done, bytes in all)."""
@@ -114,6 +117,22 @@ def find_target(spec: str) -> Source:
         f"unknown target {spec!r}.{nearest(spec, MODELS)} Expected one of {', '.join(MODELS)}, a model directory, "
         "a .gguf file, or a hub name like owner/name."
     )
+
+
+def fetched(source: Source) -> Source:
+    """A name on the hub as a directory of its files, kept in the hub library's own cache; other sources as they are.
+
+    Raises UserError for a name that is not there, or cannot be reached and is not in the cache.
+    """
+    if source.path is not None:
+        return source
+    from huggingface_hub import snapshot_download
+
+    try:
+        path = snapshot_download(source.name, allow_patterns=_HUB_FILES)
+    except Exception as err:  # the library's own errors, and those of the network
+        raise UserError(f"cannot fetch {source.name} from the hub: {reason(err)}") from err
+    return Source(name=source.name, path=Path(path))
 
 
 def dense_dir(source: Source, *, report: Progress | None = None) -> str:

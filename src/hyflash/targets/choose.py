@@ -52,7 +52,7 @@ def _obstacle(source: hub.Source, options: TargetOptions) -> str:
         return "dtype is an option of the torch target"
     if missing := environment.kernels_missing():
         return f"{missing}; the native target, several times faster on CPUs, needs it"
-    return "the native target reads files of this machine, not names on the hub" if source.path is None else ""
+    return ""
 
 
 def _native(source: hub.Source, options: TargetOptions, report: hub.Progress | None) -> Chosen:
@@ -60,6 +60,7 @@ def _native(source: hub.Source, options: TargetOptions, report: hub.Progress | N
 
     from hyflash.targets import native
 
+    source = hub.fetched(source)
     assert source.path is not None
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)  # of what runs beside the target
