@@ -30,7 +30,7 @@ _SHIPPED = {DEFAULT_TARGET: ("smollm2-135m-ngram", "smollm2-135m-hyflash")}
 _CONVERSION = 1
 """Version of the converted layout; raise it when `_convert` changes what it writes."""
 
-_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 """Of a model on the hub: configuration, weights and tokenizer, not the same weights in other formats."""
 
 Progress = Callable[[str, int, int], None]
