@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -84,17 +86,13 @@ def commit_prefix(drafter: Drafter, state: State, batch: TrainBatch, upto: list[
 
 
 def commit_rows(drafter: Drafter, state: State, batch: TrainBatch, spans: list[tuple[int, int]]) -> None:
-    lengths = tuple(stop - start for start, stop in spans)
-    size, taps, dim = max(lengths), batch.features.shape[2], batch.features.shape[3]
-    tokens = torch.zeros(len(spans), size, dtype=torch.int64)
-    features = torch.zeros(len(spans), size, taps, dim)
+    tokens = [batch.tokens[b, start:stop].tolist() for b, (start, stop) in enumerate(spans)]
+    features = torch.zeros(len(spans), max(map(len, tokens)), *batch.features.shape[2:])
     for b, (start, stop) in enumerate(spans):
-        tokens[b, : stop - start] = batch.tokens[b, start:stop]
         features[b, : stop - start] = batch.features[b, start:stop]
-    rows = tuple(range(len(spans)))
-    drafter.commit(state, Commit(rows=rows, tokens=tokens, features=features, lengths=lengths))
+    drafter.commit(state, Commit(rows=range(len(spans)), tokens=tokens, features=features))
 
 
-def ask(anchors: Tensor, *, num_tokens: int = 64) -> DraftRequest:
-    rows = tuple(range(len(anchors)))
-    return DraftRequest(rows=rows, anchors=anchors, num_tokens=(num_tokens,) * len(rows))
+def ask(anchors: Tensor | Sequence[int], *, num_tokens: int = 64) -> DraftRequest:
+    anchors = torch.as_tensor(anchors).tolist()
+    return DraftRequest(rows=range(len(anchors)), anchors=anchors, num_tokens=[num_tokens] * len(anchors))

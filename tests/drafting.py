@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hyflash import drafters
-from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, TargetHooks, TrainBatch
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Proposal, TargetHooks, TrainBatch, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.drafters.compose import Composite
 
@@ -72,21 +72,12 @@ def commit_spans(
     drafter: Drafter, state: State, batch: TrainBatch, spans: Mapping[int, tuple[int, int]], rows: Mapping[int, int]
 ) -> None:
     """Commit tokens start..stop-1 of each sequence in `spans` into its state row."""
-    lengths = tuple(stop - start for start, stop in spans.values())
-    tokens = torch.zeros(len(spans), max(lengths), dtype=torch.long)
-    features = batch.features.new_zeros(*tokens.shape, *batch.features.shape[2:])
+    tokens = [batch.tokens[b, start:stop].tolist() for b, (start, stop) in spans.items()]
+    features = batch.features.new_zeros(len(spans), max(map(len, tokens)), *batch.features.shape[2:])
     for at, (b, (start, stop)) in enumerate(spans.items()):
-        tokens[at, : stop - start] = batch.tokens[b, start:stop]
         features[at, : stop - start] = batch.features[b, start:stop]
-    drafter.commit(
-        state,
-        Commit(
-            rows=tuple(rows[b] for b in spans),
-            tokens=tokens,
-            features=features if drafter.target_layer_ids else None,
-            lengths=lengths,
-        ),
-    )
+    new = Commit(rows=[rows[b] for b in spans], tokens=tokens, features=features if drafter.target_layer_ids else None)
+    drafter.commit(state, new)
 
 
 def filled(drafter: Drafter, batch: TrainBatch, upto: Sequence[int], *, pieces: Sequence[int] = ()) -> State:
@@ -101,16 +92,33 @@ def filled(drafter: Drafter, batch: TrainBatch, upto: Sequence[int], *, pieces: 
     return state
 
 
-def ask(
-    drafter: Drafter, state: State, rows: Sequence[int], anchors: Tensor | Sequence[int], num: int = 99
-) -> Proposal:
-    request = DraftRequest(rows=tuple(rows), anchors=torch.as_tensor(anchors), num_tokens=(num,) * len(rows))
-    return drafter.propose(state, request)
+def ask(drafter: Drafter, state: State, rows: Sequence[int], anchors: Sequence[int], num: int = 99) -> Proposal:
+    return drafter.propose(state, DraftRequest(rows=rows, anchors=anchors, num_tokens=[num] * len(rows)))
 
 
 def drafts(proposal: Proposal) -> list[list[int]]:
     """The proposed tokens of each row."""
-    return [row[:n] for row, n in zip(proposal.tokens.tolist(), proposal.lengths, strict=True)]
+    return [list(draft.tokens) for draft in proposal.drafts]
+
+
+def num_drafted(proposal: Proposal) -> list[int]:
+    """How many tokens each row was given."""
+    return [len(draft.tokens) for draft in proposal.drafts]
+
+
+def stated(proposal: Proposal) -> list[list[float]]:
+    """The confidence of each row's drafts."""
+    return [list(draft.confidence) for draft in proposal.drafts]
+
+
+def cut(draft: Draft, verified: int) -> Draft:
+    """The first tokens of a draft, as the engine cuts one that it does not verify to its end."""
+    return draft._replace(tokens=draft.tokens[:verified], confidence=draft.confidence[:verified])
+
+
+def judged(proposal: Proposal, *accepted: int, verified: int = 99) -> Verdict:
+    """The verdict on a proposal of which at most `verified` tokens of each row came to the target."""
+    return Verdict([cut(draft, verified) for draft in proposal.drafts], accepted)
 
 
 def assert_same_snapshot(got: Any, want: Any, *, exact: bool = True) -> None:
@@ -165,7 +173,8 @@ class HalfRight(Drafter):
     """A drafter whose first few drafts are made right, so that blocks of every accepted length occur.
 
     `texts` are the whole texts of the requests (prompt and answer); a row's text is known from its committed tokens.
-    The inner drafter sees every commit and makes every proposal; only tokens are replaced.
+    The inner drafter sees every commit and makes every proposal; only tokens are replaced, and it hears how its own
+    drafts fared with those tokens in them, as far as it had made any.
     """
 
     Config = DrafterConfig
@@ -185,30 +194,34 @@ class HalfRight(Drafter):
 
     def commit(self, state: State, new: Commit) -> None:
         for b, row in enumerate(new.rows):
-            old = self._seen.get(row, [])
-            if new.verdict is None and not self._continues(old, new.tokens[b, : new.lengths[b]].tolist()):
+            old, more = self._seen.get(row, []), list(new.tokens[b])
+            if new.verdict is None and not self._continues(old, more):
                 old = []  # the first chunk of a new request
-            self._seen[row] = old + new.tokens[b, : new.lengths[b]].tolist()
-        self.inner.commit(state, new)
+            self._seen[row] = old + more
+        self.inner.commit(state, new if new.verdict is None else replace(new, verdict=self._of_inner(new.verdict)))
+
+    @staticmethod
+    def _of_inner(verdict: Verdict) -> Verdict:
+        own = []
+        for draft in verdict.drafts:
+            made = draft.notes if isinstance(draft.notes, Draft) else Draft()
+            tokens = draft.tokens[: len(made.tokens)]
+            own.append(cut(made, len(tokens))._replace(tokens=tokens))
+        hits = [min(n, len(draft.tokens)) for n, draft in zip(verdict.num_accepted, own, strict=True)]
+        return Verdict(own, hits)
 
     def _continues(self, old: list[int], more: list[int]) -> bool:
         return any(t[: len(old) + len(more)] == old + more for t in self.texts)
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
-        asked = replace(
-            request, num_tokens=tuple(max(1, min(n, self.inner.max_draft_tokens)) for n in request.num_tokens)
-        )
-        own = drafts(self.inner.propose(state, asked))
-        rows = []
-        for b, (row, anchor) in enumerate(zip(request.rows, request.anchors.tolist(), strict=True)):
-            text = [*self._seen.get(row, []), anchor]
+        asked = replace(request, num_tokens=[max(1, min(n, self.inner.max_draft_tokens)) for n in request.num_tokens])
+        made = []
+        for b, own in enumerate(self.inner.propose(state, asked).drafts):
+            text = [*self._seen.get(request.rows[b], []), request.anchors[b]]
             right = next((t[len(text) :] for t in self.texts if t[: len(text)] == text), [])
             right = right[: self._random.randint(0, request.num_tokens[b])]
-            rows.append([*right, *own[b][len(right) :]][: request.num_tokens[b]])
-        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        for b, row_tokens in enumerate(rows):
-            tokens[b, : len(row_tokens)] = torch.tensor(row_tokens, dtype=torch.long)
-        return Proposal(tokens=tokens, lengths=tuple(map(len, rows)))
+            made.append(Draft([*right, *own.tokens[len(right) :]][: request.num_tokens[b]], notes=own))
+        return Proposal(made)
 
     def cost(self, context_tokens: int) -> DraftCost:
         return self.inner.cost(context_tokens)

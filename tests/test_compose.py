@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Prices, Proposal, TargetHooks, TargetInfo, Verdict
+from drafting import drafts, judged
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Prices, Proposal, TargetHooks, TargetInfo, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
-from hyflash.drafters.compose import TRIED, ComposedState, Composite
+from hyflash.drafters.compose import FORGET, TRIED, ComposedState, Composite
+from hyflash.drafters.evidence import Evidence
 from hyflash.drafters.late import LATE_PIECES
 from hyflash.drafters.lookup import DrafterImpl as Lookup
 from hyflash.drafters.lookup import LookupConfig
@@ -61,12 +63,12 @@ class Fake(Drafter):
         taps: tuple[int, ...] = (),
         confidence: float | None = None,
         limit: int = 5,
-        bucket: int = 0,
+        kind: int = 0,
         vocab: int = 0,
         positions: int | None = None,
     ) -> None:
         super().__init__(DrafterConfig(), hooks())
-        self.token, self.confidence, self.bucket, self.vocab = token, confidence, bucket, vocab
+        self.token, self.confidence, self.kind, self.vocab = token, confidence, kind, vocab
         self.target_layer_ids, self.max_draft_tokens, self.max_positions = taps, limit, positions
         self.asked: list[tuple[int, ...]] = []
         self.verdicts: list[Verdict | None] = []
@@ -78,25 +80,20 @@ class Fake(Drafter):
     def commit(self, state: State, new: Commit) -> None:
         assert isinstance(state, FakeState)
         self.verdicts.append(new.verdict)
-        for b, (row, length) in enumerate(zip(new.rows, new.lengths, strict=True)):
-            state.tokens[row] += new.tokens[b, :length].tolist()
+        for b, (row, tokens) in enumerate(zip(new.rows, new.tokens, strict=True)):
+            state.tokens[row] += tokens
             if new.features is not None:
-                state.features[row] += new.features[b, :length, :, 0].tolist()
+                state.features[row] += new.features[b, : len(tokens), :, 0].tolist()
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
-        self.asked.append(request.rows)
-        lengths = tuple(
-            0 if row in self.empty_rows else n for row, n in zip(request.rows, request.num_tokens, strict=True)
-        )
-        shape = (len(request.rows), max(lengths, default=0))
-        probs = torch.full((*shape, self.vocab), 1 / self.vocab) if self.vocab else None
-        stated = None if self.confidence is None else torch.full(shape, self.confidence)
-        nonfinite = len(self.empty_rows.intersection(request.rows))
-        tokens = torch.full(shape, self.token)
-        return Proposal(tokens=tokens, lengths=lengths, probs=probs, confidence=stated, num_nonfinite=nonfinite)
-
-    def buckets(self, state: State, request: DraftRequest) -> tuple[int, ...]:
-        return (self.bucket,) * len(request.rows)
+        self.asked.append(tuple(request.rows))
+        lengths = [0 if row in self.empty_rows else n for row, n in zip(request.rows, request.num_tokens, strict=True)]
+        stated = [] if self.confidence is None else [self.confidence]
+        made = [Draft([self.token] * n, stated * n, kind=self.kind) for n in lengths]
+        probs = None
+        if self.vocab:
+            probs = torch.full((len(lengths), max(lengths, default=0), self.vocab), 1 / self.vocab)
+        return Proposal(made, probs, num_nonfinite=len(self.empty_rows.intersection(request.rows)))
 
     def cost(self, context_tokens: int) -> DraftCost:
         return DraftCost(
@@ -116,37 +113,39 @@ def feed(
     verdict: Verdict | None = None,
 ) -> None:
     width, taps = max(len(text) for text in texts), len(drafter.target_layer_ids)
-    tokens = torch.tensor([t + [0] * (width - len(t)) for t in texts], dtype=torch.int64).view(len(texts), width)
     layers = torch.tensor(drafter.target_layer_ids, dtype=torch.float32)  # a feature's value is its layer's number
     features = layers[None, None, :, None].expand(len(texts), width, taps, 2) if taps else None
-    lengths = tuple(len(text) for text in texts)
     rows = tuple(range(len(texts))) if rows is None else rows
-    drafter.commit(state, Commit(rows=rows, tokens=tokens, features=features, lengths=lengths, verdict=verdict))
+    drafter.commit(state, Commit(rows=rows, tokens=texts, features=features, verdict=verdict))
 
 
 def ask(drafter: Drafter, state: State, *anchors: int, rows: tuple[int, ...] | None = None, count: int = 5) -> Proposal:
     rows = tuple(range(len(anchors))) if rows is None else rows
-    wanted = (count,) * len(rows)
-    return drafter.propose(state, DraftRequest(rows=rows, anchors=torch.tensor(anchors), num_tokens=wanted))
+    return drafter.propose(state, DraftRequest(rows=rows, anchors=anchors, num_tokens=(count,) * len(rows)))
 
 
-def judged(proposal: Proposal, *accepted: int) -> Verdict:
-    return Verdict(
-        proposed=proposal.tokens, num_drafted=proposal.lengths, num_accepted=accepted, sources=proposal.sources
-    )
+def sources(proposal: Proposal) -> list[str]:
+    """The part that each row's draft is from."""
+    return [draft.source for draft in proposal.drafts]
+
+
+def evidence(state: ComposedState, part: int, kind: int = 0) -> tuple[float, float]:
+    """Accepted and expected tokens that row 0 holds of a part."""
+    accepted, expected = state.rows[0].saved()
+    return accepted[part][kind], expected[part][kind]
 
 
 def play(
     drafter: Composite, state: ComposedState, anchor: int, accepted: int, *, rounds: int, row: int = 0
 ) -> list[str]:
     """Rounds in which the target accepts `accepted` drafts; returns their sources."""
-    sources = []
+    seen = []
     for _ in range(rounds):
         proposal = ask(drafter, state, anchor, rows=(row,))
-        sources += proposal.sources
-        run = proposal.tokens[0, :accepted].tolist()
+        seen += sources(proposal)
+        run = proposal.drafts[0].tokens[:accepted]
         feed(drafter, state, [anchor, *run], rows=(row,), verdict=judged(proposal, accepted))
-    return sources
+    return seen
 
 
 def test_without_evidence_a_match_of_two_beats_the_block_drafter_and_a_match_of_one_does_not() -> None:
@@ -156,10 +155,11 @@ def test_without_evidence_a_match_of_two_beats_the_block_drafter_and_a_match_of_
         state = drafter.new_state(4)
         feed(drafter, state, [1, 2, 3, 4], [1, 2, 3, 1], [1, 2, 3, 1, 2], [9])
         proposal = ask(drafter, state, 1, 2, 3, 8, count=count)
-        assert proposal.sources == ("./block", "lookup", "lookup", "./block")
-        assert proposal.lengths == (min(count, 5), count, count, min(count, 5))
-        assert proposal.tokens[1:3, 0].tolist() == [3, 1]
-        assert proposal.tokens[3, : min(count, 5)].tolist() == [50] * min(count, 5)
+        assert sources(proposal) == ["./block", "lookup", "lookup", "./block"]
+        first, second, third, fourth = drafts(proposal)
+        assert first == fourth == [50] * min(count, 5)
+        assert (second[0], third[0]) == (3, 1)
+        assert len(second) == len(third) == count
 
 
 def test_the_block_drafter_runs_only_for_the_rows_it_may_win() -> None:
@@ -178,23 +178,23 @@ def test_the_more_confident_part_wins_once_both_have_drafted() -> None:
     for confidence, winner in ((0.1, "cheap"), (0.9, "block"), (None, "block")):
         drafter = Composite([("cheap", cheap), ("block", Fake(token=8, taps=(0,), confidence=confidence))])
         proposal = ask(drafter, drafter.new_state(1), 1)
-        assert proposal.sources == (winner,)
-        assert proposal.tokens[0].tolist() == [7 if winner == "cheap" else 8] * 5
+        assert sources(proposal) == [winner]
+        assert drafts(proposal) == [[7 if winner == "cheap" else 8] * 5]
 
 
 def test_rejections_move_the_choice_away_and_only_in_that_row() -> None:
     drafter = Composite([("cheap", Fake(token=7, confidence=0.8)), ("block", Fake(token=8, taps=(0,)))])
     state = drafter.new_state(2)
-    sources = []
+    seen = []
     for _ in range(20):  # the target takes 2 tokens of the block drafter and none of the cheap one
         proposal = ask(drafter, state, 3)
-        accepted = 2 if proposal.sources == ("block",) else 0
+        accepted = 2 if sources(proposal) == ["block"] else 0
         feed(drafter, state, [3, *[8] * accepted], verdict=judged(proposal, accepted))
-        sources += proposal.sources
-    change = sources.index("block")
+        seen += sources(proposal)
+    change = seen.index("block")
     assert 1 <= change <= 8
-    assert sources == ["cheap"] * change + ["block"] * (20 - change)
-    assert ask(drafter, state, 3, rows=(1,)).sources == ("cheap",)
+    assert seen == ["cheap"] * change + ["block"] * (20 - change)
+    assert sources(ask(drafter, state, 3, rows=(1,))) == ["cheap"]
 
 
 def test_acceptance_moves_the_choice_back() -> None:
@@ -203,9 +203,9 @@ def test_acceptance_moves_the_choice_back() -> None:
     play(drafter, state, 3, 0, rounds=12)
     for _ in range(30):  # now the cheap one is right, and the block drafter is not
         proposal = ask(drafter, state, 3)
-        accepted = 5 if proposal.sources == ("cheap",) else 0
+        accepted = 5 if sources(proposal) == ["cheap"] else 0
         feed(drafter, state, [3, *[7] * accepted], verdict=judged(proposal, accepted))
-    assert proposal.sources == ("cheap",)
+    assert sources(proposal) == ["cheap"]
 
 
 def test_a_block_drafter_that_always_wins_is_run_even_where_lookup_matches() -> None:
@@ -215,32 +215,62 @@ def test_a_block_drafter_that_always_wins_is_run_even_where_lookup_matches() -> 
         proposal = ask(drafter, state, 60 + step)
         feed(drafter, state, [60 + step, *[50] * 5], verdict=judged(proposal, 5))
     feed(drafter, state, [1, 2, 3, 1])
-    assert ask(drafter, state, 2).sources == ("block",)
+    assert sources(ask(drafter, state, 2)) == ["block"]
 
 
-def test_evidence_is_kept_apart_by_bucket() -> None:
-    cheap = Fake(token=7, confidence=0.8, bucket=2)
+def test_evidence_is_kept_apart_by_kind() -> None:
+    cheap = Fake(token=7, confidence=0.8, kind=2)
     drafter = Composite([("cheap", cheap), ("block", Fake(token=8, taps=(0,)))])
     state = drafter.new_state(1)
-    play(drafter, state, 3, 0, rounds=12)
-    cheap.bucket = 3
-    assert ask(drafter, state, 3).sources == ("cheap",)
-    cheap.bucket = 10**6  # beyond the table: the last bucket
-    assert ask(drafter, state, 3).sources == ("cheap",)
+    for _ in range(20):  # the target takes 2 tokens of the block drafter and none of the cheap one
+        proposal = ask(drafter, state, 3)
+        accepted = 2 if sources(proposal) == ["block"] else 0
+        feed(drafter, state, [3, *[8] * accepted], verdict=judged(proposal, accepted))
+    assert sources(ask(drafter, state, 3)) == ["block"]
+    cheap.kind = 3
+    assert sources(ask(drafter, state, 3)) == ["cheap"]
+    cheap.kind = 10**6  # beyond the table: the last kind
+    assert sources(ask(drafter, state, 3)) == ["cheap"]
 
 
 def test_a_cheap_part_is_scored_on_rounds_that_another_part_drafted() -> None:
     cheap, block = Fake(token=7, confidence=0.2), Fake(token=7, taps=(0,), confidence=0.9)
     drafter = Composite([("cheap", cheap), ("block", block)])
     state = drafter.new_state(1)
-    before = ask(drafter, state, 3)
-    assert before.sources == ("block",)
-    feed(drafter, state, [3, 7, 7, 7], verdict=judged(before, 3))
-    assert state.rows[0][:, 0, 0].tolist() == pytest.approx([3, 3 * 0.2])  # past the run is unknown
-    assert state.rows[0][:, 1, 0].tolist() == pytest.approx([3, 4 * 0.45])
+    right = ask(drafter, state, 3)
+    assert sources(right) == ["block"]
+    feed(drafter, state, [3, 7, 7, 7], verdict=judged(right, 3))
+    assert evidence(state, 0) == pytest.approx((3, 3 * 0.2))  # past the run is unknown
+    assert evidence(state, 1) == pytest.approx((3, 4 * 0.45))
     cheap.token = 6
-    feed(drafter, state, [3, 7, 7, 7], verdict=judged(before, 3))
-    assert state.rows[0][:, 0, 0].tolist() == pytest.approx([2.7, 0.9 * 3 * 0.2 + 0.2])
+    wrong = ask(drafter, state, 3)
+    assert sources(wrong) == ["block"]
+    feed(drafter, state, [3, 7, 7, 7], verdict=judged(wrong, 3))
+    assert evidence(state, 0) == pytest.approx((2.7, 0.9 * 3 * 0.2 + 0.2))
+    feed(drafter, state, [3], verdict=judged(ask(drafter, state, 3), 0))
+    assert evidence(state, 0) == pytest.approx((2.7, 0.9 * 3 * 0.2 + 0.2)), "a run of nothing tells nothing of others"
+
+
+def test_a_verdict_is_learnt_by_what_was_drafted_then_whatever_has_been_proposed_since() -> None:
+    cheap, block = Fake(token=7, confidence=0.2, kind=1), Fake(token=7, taps=(0,), confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    state, apart = drafter.new_state(2), drafter.new_state(2)
+    first = ask(drafter, state, 3, 3)
+    kept = copy.deepcopy(first)
+    cheap.token, cheap.confidence, cheap.kind, block.empty_rows = 6, 0.4, 5, {0, 1}
+    later = ask(drafter, state, 4, 4)
+    assert (sources(first), sources(later)) == (["block"] * 2, ["cheap"] * 2)
+    assert first == kept, "a proposal stays as it was made"
+    assert state.rows[0].saved() == apart.rows[0].saved()
+    feed(drafter, state, [3, 7, 7, 7], rows=(0,), verdict=Verdict(first.drafts[:1], [3]))
+    assert evidence(state, 0, kind=1) == pytest.approx((3, 3 * 0.2))
+    assert evidence(state, 0, kind=5) == (0, 0)
+    assert evidence(state, 1) == pytest.approx((3, 4 * 0.45))
+    feed(drafter, apart, [3, 7, 7, 7], rows=(0,), verdict=Verdict(kept.drafts[:1], [3]))
+    assert state.rows[0].saved() == apart.rows[0].saved(), "as if there had been no other"
+    assert state.rows[1].saved() == apart.rows[1].saved(), "the other row is not concerned"
+    feed(drafter, state, [4, 6], rows=(0,), verdict=Verdict(later.drafts[:1], [1]))
+    assert evidence(state, 0, kind=5) == pytest.approx((1, 2 * 0.4))
 
 
 def test_each_part_sees_the_verdicts_on_its_own_drafts_only() -> None:
@@ -249,19 +279,29 @@ def test_each_part_sees_the_verdicts_on_its_own_drafts_only() -> None:
     state = drafter.new_state(2)
     cheap.empty_rows = {1}
     proposal = ask(drafter, state, 3, 3)
-    assert proposal.sources == ("cheap", "block")
+    assert sources(proposal) == ["cheap", "block"]
     feed(drafter, state, [3, 7], [3, 8, 8], verdict=judged(proposal, 1, 2))
-    assert (cheap.verdicts[-1].num_drafted, cheap.verdicts[-1].num_accepted) == ((5, 0), (1, 0))
-    assert (block.verdicts[-1].num_drafted, block.verdicts[-1].num_accepted) == ((0, 5), (0, 2))
+    assert cheap.verdicts[-1] == Verdict([Draft([7] * 5, [0.9] * 5), Draft()], [1, 0])
+    assert block.verdicts[-1] == Verdict([Draft(), Draft([8] * 5, [])], [0, 2])
+    proposal = ask(drafter, state, 3, 3)
+    assert proposal.drafts[0].confidence[0] < 0.9, "the composition states what the evidence makes of it"
+    feed(drafter, state, [3, 7], [3, 8], verdict=judged(proposal, 1, 1, verified=2))
+    assert cheap.verdicts[-1] == Verdict([Draft([7] * 2, [0.9] * 2), Draft()], [1, 0]), "a part hears what it stated"
+    assert block.verdicts[-1] == Verdict([Draft(), Draft([8] * 2, [])], [0, 1])
 
 
-def test_lookup_inside_learns_from_its_own_verdicts() -> None:
-    drafter = Composite([("lookup", lookup()), ("block", Fake(taps=(0,)))])
+def test_lookup_inside_learns_from_its_own_verdicts_only() -> None:
+    drafter = Composite([("lookup", lookup()), ("block", Fake(token=50, taps=(0,), confidence=0.9))])
     state = drafter.new_state(1)
     feed(drafter, state, [1, 2, 3, 1])
     proposal = ask(drafter, state, 2)
-    assert proposal.sources == ("lookup",)
+    assert sources(proposal) == ["lookup"]
     feed(drafter, state, [2], verdict=judged(proposal, 0))
+    assert state.parts[0].rows[0].tried == [0, 1, 0]
+    feed(drafter, state, [9])
+    proposal = ask(drafter, state, 1)
+    assert sources(proposal) == ["block"]
+    feed(drafter, state, [1], verdict=judged(proposal, 0))
     assert state.parts[0].rows[0].tried == [0, 1, 0]
 
 
@@ -283,9 +323,7 @@ def test_propose_leaves_the_state_unchanged() -> None:
     before = [copy.deepcopy(state.snapshot(row)) for row in range(2)]
     first, second = ask(drafter, state, 2, 9), ask(drafter, state, 2, 9)
     assert_same([state.snapshot(row) for row in range(2)], before)
-    assert first.sources == second.sources
-    assert torch.equal(first.tokens, second.tokens)
-    assert torch.equal(first.confidence, second.confidence)
+    assert first == second
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -313,7 +351,7 @@ def test_commit_in_pieces_is_commit_in_one() -> None:
         feed(drafter, pieces, text[start:stop])
     assert_same(whole.snapshot(0), pieces.snapshot(0))
     proposal = ask(drafter, whole, 3)
-    run = proposal.tokens[0, :3].tolist()
+    run = list(proposal.drafts[0].tokens[:3])
     feed(drafter, whole, [3, *run], verdict=judged(proposal, 3))
     feed(drafter, pieces, [3, *run[:1]], verdict=judged(proposal, 3))
     feed(drafter, pieces, run[1:])
@@ -326,17 +364,14 @@ def test_a_row_in_a_ragged_batch_is_the_row_alone() -> None:
     batch = drafter.new_state(4)
     feed(drafter, batch, *texts)
     proposal = ask(drafter, batch, *anchors)
-    seen = judged(proposal, *(min(2, n) for n in proposal.lengths))
-    committed = [[a, *proposal.tokens[b, : seen.num_accepted[b]].tolist()] for b, a in enumerate(anchors)]
+    seen = judged(proposal, *(min(2, len(tokens)) for tokens in drafts(proposal)))
+    committed = [[a, *seen.drafts[b].tokens[: seen.num_accepted[b]]] for b, a in enumerate(anchors)]
     feed(drafter, batch, *committed, verdict=seen)
     for b, anchor in enumerate(anchors):
         alone = drafter.new_state(1)
         feed(drafter, alone, texts[b])
         single = ask(drafter, alone, anchor)
-        n = single.lengths[0]
-        assert (n, single.sources[0]) == (proposal.lengths[b], proposal.sources[b])
-        assert torch.equal(single.tokens[0, :n], proposal.tokens[b, :n])
-        assert torch.equal(single.confidence[0, :n], proposal.confidence[b, :n])
+        assert single.drafts == [proposal.drafts[b]]
         feed(drafter, alone, committed[b], verdict=judged(single, seen.num_accepted[b]))
         assert_same(alone.snapshot(0), batch.snapshot(b))
 
@@ -376,21 +411,18 @@ def test_a_part_that_fails_falls_back_to_a_weaker_cheap_draft_or_to_none() -> No
     state = drafter.new_state(3)
     feed(drafter, state, [1, 2], [4], [4])
     proposal = ask(drafter, state, 1, 5, 5)
-    assert proposal.sources == ("lookup", "", "block")
-    assert proposal.lengths == (5, 0, 5)
+    assert sources(proposal) == ["lookup", "", "block"]
+    assert [len(tokens) for tokens in drafts(proposal)] == [5, 0, 5]
     assert proposal.num_nonfinite == 2
     feed(drafter, state, [1], [5], [5], verdict=judged(proposal, 0, 0, 0))
-    assert state.rows[1].sum() == 0
+    assert state.rows[1].saved() == Evidence(2, FORGET).saved() != state.rows[0].saved()
 
 
-def test_no_proposal_at_all_has_width_zero() -> None:
+def test_no_proposal_at_all_is_an_empty_draft_for_each_row() -> None:
     drafter = Composite([("lookup", lookup()), ("again", lookup())])
     state = drafter.new_state(2)
-    proposal = ask(drafter, state, 3, 4)
-    assert proposal.tokens.shape == proposal.confidence.shape == (2, 0)
-    assert proposal.lengths == (0, 0)
-    none = DraftRequest(rows=(), anchors=torch.zeros(0, dtype=torch.int64), num_tokens=())
-    assert drafter.propose(state, none).lengths == ()
+    assert ask(drafter, state, 3, 4) == Proposal([Draft(), Draft()])
+    assert ask(drafter, state) == Proposal([])
 
 
 def test_point_masses_become_one_hot_beside_a_part_with_probabilities() -> None:
@@ -400,7 +432,7 @@ def test_point_masses_become_one_hot_beside_a_part_with_probabilities() -> None:
     state = drafter.new_state(2)
     drafter.parts[0].empty_rows = {1}
     proposal = ask(drafter, state, 1, 1, count=3)
-    assert proposal.sources == ("cheap", "block")
+    assert sources(proposal) == ["cheap", "block"]
     assert proposal.probs.shape == (2, 3, 4)
     assert proposal.probs[0].tolist() == [[0, 0, 1, 0]] * 3
     assert proposal.probs[1].tolist() == [[0.25] * 4] * 2 + [[0] * 4]
@@ -409,9 +441,9 @@ def test_point_masses_become_one_hot_beside_a_part_with_probabilities() -> None:
 def test_the_better_of_two_block_drafters_is_run_alone() -> None:
     short, long = Fake(taps=(0,), limit=2), Fake(taps=(1,), limit=4)
     drafter = Composite([("short", short), ("long", long)])
-    assert ask(drafter, drafter.new_state(1), 1).sources == ("long",)
+    assert sources(ask(drafter, drafter.new_state(1), 1)) == ["long"]
     assert (short.asked, long.asked) == ([], [(0,)])
-    assert ask(drafter, drafter.new_state(1), 1, count=1).sources == ("short",)  # a tie goes to the earlier
+    assert sources(ask(drafter, drafter.new_state(1), 1, count=1)) == ["short"]  # a tie goes to the earlier
 
 
 def test_limits_come_from_the_parts() -> None:
@@ -428,21 +460,22 @@ def test_composing_needs_two_names(given: list[str]) -> None:
 
 # --------------------------------------------------------------------------------------------- prices
 
-FLAT, STEEP = (
-    Prices(forward=lambda k: 1.0 + 0.01 * k, one_sec=1e9),
-    Prices(forward=lambda k: 1.0 + 0.5 * k, one_sec=1e9),
-)
-"""Rows that cost next to nothing, and half a forward each; drafting takes no share of so slow a forward."""
-DEAR = Prices(forward=lambda k: 1.0 + 0.5 * k, one_sec=1e-9)
+
+def rising(slope: float, one_sec: float = 1e9) -> Prices:
+    """Each draft token, of at most five, costs this much of a forward; drafting takes no share of so slow a one."""
+    return Prices(forward=[1.0 + slope * k for k in range(6)], one_sec=one_sec)
+
+
+FLAT, STEEP = rising(0.01), rising(0.5)
+"""Rows that cost next to nothing, and half a forward each."""
+DEAR = rising(0.5, one_sec=1e-9)
 """Beside so fast a forward any draft pass takes forever."""
 
 
 def priced(
     drafter: Drafter, state: State, anchor: int, prices: Prices | None, *, row: int = 0, count: int = 5
 ) -> Proposal:
-    return drafter.propose(
-        state, DraftRequest(rows=(row,), anchors=torch.tensor([anchor]), num_tokens=(count,), prices=prices)
-    )
+    return drafter.propose(state, DraftRequest(rows=[row], anchors=[anchor], num_tokens=[count], prices=prices))
 
 
 @pytest.mark.parametrize(("rate", "length"), [(0.0, 0), (0.3, 0), (0.55, 1), (0.8, 2), (1.0, 5)])
@@ -452,9 +485,8 @@ def test_drafts_are_cut_where_the_next_costs_more_than_it_promises(rate: float, 
     assert rates.index(max(rates)) == length
     drafter = Composite([("cheap", Fake(token=7, confidence=rate)), ("other", Fake(confidence=0.0))])
     proposal = priced(drafter, drafter.new_state(1), 3, STEEP)
-    assert proposal.lengths == (length,)
-    assert proposal.tokens.tolist() == [[7] * length]
-    assert priced(drafter, drafter.new_state(1), 3, None).lengths == (5,)
+    assert drafts(proposal) == [[7] * length]
+    assert drafts(priced(drafter, drafter.new_state(1), 3, None)) == [[7] * 5]
 
 
 def test_a_part_that_takes_too_long_runs_only_on_trial_and_its_draft_is_judged_then() -> None:
@@ -470,12 +502,12 @@ def test_a_part_that_takes_too_long_runs_only_on_trial_and_its_draft_is_judged_t
         proposal = priced(drafter, state, 3, DEAR)
         if len(block.asked) > before:
             runs.append(i)
-            assert (proposal.lengths, proposal.sources) == ((TRIED,), ("block",))
+            assert (drafts(proposal), sources(proposal)) == ([[8] * TRIED], ["block"])
         else:
-            assert proposal.lengths == (0,)
+            assert drafts(proposal) == [[]]
         feed(drafter, state, [3], verdict=judged(proposal, 0))
     assert runs == [15, 15 + 32, 15 + 32 + 64], "pauses double"
-    assert priced(drafter, state, 3, None).lengths == (5,), "without prices it drafts as ever"
+    assert drafts(priced(drafter, state, 3, None)) == [[8] * 5], "without prices it drafts as ever"
 
 
 def test_a_part_with_features_hears_late_of_what_it_did_not_draft() -> None:
@@ -486,17 +518,17 @@ def test_a_part_with_features_hears_late_of_what_it_did_not_draft() -> None:
     assert state.parts[1].tokens == [[1, 2], [9]]
     for row, anchor in ((0, 5), (1, 6), (0, 5)):
         proposal = priced(drafter, state, anchor, FLAT, row=row)
-        assert proposal.sources == ("cheap",)
+        assert sources(proposal) == ["cheap"]
         feed(drafter, state, [anchor, 7], rows=(row,), verdict=judged(proposal, 1))
     assert state.parts[0].tokens == [[1, 2, 5, 7, 5, 7], [9, 6, 7]]
     assert state.parts[1].tokens == [[1, 2], [9]], "not yet"
     saved, other = state.snapshot(0), drafter.new_state(1)
     cheap.empty_rows = {0}
-    assert priced(drafter, state, 5, FLAT).sources == ("block",)
+    assert sources(priced(drafter, state, 5, FLAT)) == ["block"]
     assert state.parts[1].tokens == [[1, 2, 5, 7, 5, 7], [9]]
     assert state.parts[1].features[0] == [[4.0]] * 6, "features go with their tokens"
     other.restore(0, saved)
-    assert priced(drafter, other, 5, FLAT).sources == ("block",)
+    assert sources(priced(drafter, other, 5, FLAT)) == ["block"]
     assert other.parts[1].tokens == [[1, 2, 5, 7, 5, 7]], "a snapshot has what waits"
     state.reset(1)
     cheap.empty_rows = {0, 1}
@@ -528,22 +560,22 @@ def test_verdicts_without_prices_reach_the_parts_at_once() -> None:
 
 
 def test_with_prices_a_part_that_was_always_wrong_is_not_tried_anew_in_the_next_row() -> None:
-    prices = Prices(forward=lambda k: 1.0 + 0.1 * k, one_sec=1e9)
+    prices = rising(0.1)
     cheap, other = Fake(token=7, confidence=0.5), Fake(token=8, confidence=0.0)
     drafter = Composite([("cheap", cheap), ("other", other)])
     state = drafter.new_state(2)
     tries = []
-    for bucket in (0, 1, 2, 3):
-        cheap.bucket = bucket
+    for kind in (0, 1, 2, 3):
+        cheap.kind = kind
         tries.append(0)
         for _ in range(30):
             proposal = priced(drafter, state, 3, prices)
-            if proposal.lengths[0]:
+            if proposal.drafts[0].tokens:
                 tries[-1] += 1
                 feed(drafter, state, [3], verdict=judged(proposal, 0))
-    assert tries[0] > tries[1] > tries[2] >= tries[3] > 0, "other buckets know of the first"
-    dearer = Prices(forward=lambda k: 1.0 + 0.2 * k, one_sec=1e9)
-    assert priced(drafter, state, 3, dearer, row=1).lengths == (0,), "and so does a new row"
+    assert tries[0] > tries[1] > tries[2] >= tries[3] > 0, "other kinds know of the first"
+    dearer = rising(0.2)
+    assert drafts(priced(drafter, state, 3, dearer, row=1)) == [[]], "and so does a new row"
     fresh = Composite([("cheap", cheap), ("other", other)])
-    assert priced(fresh, fresh.new_state(2), 3, dearer, row=1).lengths[0] > 0
-    assert priced(drafter, state, 3, None, row=1).lengths == (5,), "without prices a row starts afresh"
+    assert drafts(priced(fresh, fresh.new_state(2), 3, dearer, row=1)) > [[]]
+    assert drafts(priced(drafter, state, 3, None, row=1)) == [[7] * 5], "without prices a row starts afresh"

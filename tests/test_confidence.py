@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from drafting import ask, filled, random_batch, tiny_drafter
+from drafting import ask, filled, num_drafted, random_batch, stated, tiny_drafter
 from families import family_dir, text
 from hyflash import checkpoint
-from hyflash.core import DraftRequest, Outcomes, Prices, Request, SamplingParams
+from hyflash.core import Draft, DraftRequest, Outcomes, Prices, Request, SamplingParams
 from hyflash.drafters import dspark
 from hyflash.drafters.confidence import GRID, admit, calibration_error, errors_by_position, fit_temperatures
 from hyflash.engine.decode import Engine
@@ -74,21 +76,18 @@ def test_calibrating_corrects_what_proposals_state_and_is_saved(target: hf.HFTar
     drafter = tiny(target)
     logits = torch.randn(8000, 3, generator=torch.Generator().manual_seed(0))
     outcomes = rounds(logits)
-    figures = drafter.calibrate(Outcomes(
-        confidence=(3 * logits).sigmoid(), num_drafted=outcomes.num_drafted, num_accepted=outcomes.num_accepted
-    ))  # fmt: skip
+    figures = drafter.calibrate(replace(outcomes, confidence=(3 * logits).sigmoid()))
     assert figures["ece_after"] < 0.03 < figures["ece_before"]
     assert figures["calibration_rounds"] == 8000
     assert figures.keys() >= {"ece_before@1", "ece_after@3"}
     raw, batch = tiny(target), random_batch(drafter, (9,))
-    one, two = (ask(d, filled(d, batch, (8,)), [0], [5]).confidence for d in (raw, drafter))
-    assert one is not None
-    assert two is not None
+    one, two = (torch.tensor(stated(ask(d, filled(d, batch, (8,)), [0], [5]))) for d in (raw, drafter))
+    assert one.shape == two.shape == (1, 3)
     assert drafter.confidence_temperature is not None
     torch.testing.assert_close(two.logit(), one.logit() / drafter.confidence_temperature)
     checkpoint.save(drafter, tmp_path, dtype="fp32")
     loaded = checkpoint.load(str(tmp_path), target.hooks())
-    assert torch.equal(ask(loaded, filled(loaded, batch, (8,)), [0], [5]).confidence, two)  # type: ignore[arg-type]
+    assert stated(ask(loaded, filled(loaded, batch, (8,)), [0], [5])) == two.tolist()
 
 
 def test_calibrating_again_starts_from_the_uncalibrated_confidence(target: hf.HFTarget) -> None:
@@ -97,8 +96,7 @@ def test_calibrating_again_starts_from_the_uncalibrated_confidence(target: hf.HF
     outcomes = rounds(logits)
     drafter.confidence_temperature = torch.tensor([2.0, 0.5, 3.0])
     once.calibrate(outcomes)
-    stated = (logits / drafter.confidence_temperature).sigmoid()
-    drafter.calibrate(Outcomes(confidence=stated, num_drafted=outcomes.num_drafted, num_accepted=outcomes.num_accepted))
+    drafter.calibrate(replace(outcomes, confidence=(logits / drafter.confidence_temperature).sigmoid()))
     torch.testing.assert_close(drafter.confidence_temperature, once.confidence_temperature)
 
 
@@ -136,14 +134,14 @@ def worth(kept: tuple[int, ...], rates: list[list[float]], prices: Prices) -> fl
     """Committed tokens per cost when the first `kept[b]` drafts of each row are verified."""
     gained = sum(float(torch.tensor(row[:n]).cumprod(0).sum()) for row, n in zip(rates, kept, strict=True))
     mean = sum(kept) / len(rates)
-    low = int(mean)
-    cost = prices.forward(low) + (mean - low) * (prices.forward(low + 1) - prices.forward(low))
+    low, high = math.floor(mean), math.ceil(mean)
+    cost = prices.forward[low] + (mean - low) * (prices.forward[high] - prices.forward[low])
     return (1 + gained / len(rates)) / cost
 
 
 @pytest.mark.parametrize("slope", [0.05, 0.3, 0.6])
 def test_admission_is_the_best_choice_where_costs_grow_evenly(slope: float) -> None:
-    prices = Prices(forward=lambda k: 1 + slope * k, one_sec=1.0)
+    prices = Prices(forward=[1 + slope * k for k in range(4)], one_sec=1.0)
     random = torch.Generator().manual_seed(2)
     for _ in range(20):
         rates = torch.rand(2, 3, generator=random).tolist()
@@ -152,9 +150,9 @@ def test_admission_is_the_best_choice_where_costs_grow_evenly(slope: float) -> N
 
 
 def test_admission_stops_at_the_first_drop() -> None:
-    steps = Prices(forward=lambda k: (1.0, 3.0, 3.0, 3.0, 3.0)[k], one_sec=1.0)
+    steps = Prices(forward=(1.0, 3.0, 3.0, 3.0), one_sec=1.0)
     assert admit([[1.0, 1.0, 1.0]], steps) == [0], "three drafts would pay, but the first does not"
-    flat = Prices(forward=lambda k: 1.0, one_sec=1.0)
+    flat = Prices(forward=(1.0,) * 4, one_sec=1.0)
     assert admit([[1.0, 1.0], [0.5, 0.0, 1.0], []], flat) == [2, 1, 0]
     assert admit([], flat) == []
     assert admit([[2.0, -1.0]], flat) == [1]
@@ -165,14 +163,12 @@ def test_prices_cut_proposals_and_leave_the_rest_of_them(target: hf.HFTarget) ->
     state, rows = filled(drafter, batch, (8, 19)), (0, 1)
     whole = ask(drafter, state, rows, [5, 7])
     for slope in (0.0, 0.2, 5.0):
-        request = DraftRequest(
-            rows=rows, anchors=torch.tensor([5, 7]), num_tokens=(3, 3),
-            prices=Prices(forward=lambda k, slope=slope: 1 + slope * k, one_sec=1.0),  # type: ignore[misc]
-        )  # fmt: skip
-        cut = drafter.propose(state, request)
-        assert cut.lengths == ((3, 3) if slope == 0 else (0, 0) if slope == 5 else cut.lengths)
-        for b, n in enumerate(cut.lengths):
-            assert cut.tokens[b].tolist() == [*whole.tokens[b, :n].tolist(), *(0,) * (3 - n)]
+        prices = Prices(forward=[1 + slope * k for k in range(4)], one_sec=1.0)
+        cut = drafter.propose(state, DraftRequest(rows=rows, anchors=[5, 7], num_tokens=[3, 3], prices=prices))
+        assert num_drafted(cut) == ([3, 3] if slope == 0 else [0, 0] if slope == 5 else num_drafted(cut))
+        for draft, full in zip(cut.drafts, whole.drafts, strict=True):
+            n = len(draft.tokens)
+            assert draft == Draft(full.tokens[:n], full.confidence[:n])
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 3}])

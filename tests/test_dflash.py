@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from block_fakes import DIM, LAYERS, VOCAB, ask, commit_prefix, commit_rows, fake_batch, fake_hooks
+from drafting import drafts, num_drafted
 from hyflash.core import Commit, DraftRequest, TrainBatch
 from hyflash.drafters.block_config import DFlashConfig, tap_rule, unused_token
 from hyflash.drafters.dflash import DrafterImpl
@@ -183,9 +184,9 @@ def test_overfitted_drafter_serves_its_labels(options: dict[str, Any]) -> None:
     for anchor in (1, 7, 11):
         state = drafter.new_state(4)
         commit_prefix(drafter, state, batch, [anchor] * 4)
-        got = drafter.propose(state, ask(batch.tokens[:, anchor]))
-        assert torch.equal(got.tokens, batch.tokens[:, anchor + 1 : anchor + 4])
-        assert not torch.equal(got.tokens, batch.tokens[:, anchor : anchor + 3])  # a shifted label would do this
+        got = drafts(drafter.propose(state, ask(batch.tokens[:, anchor])))
+        assert got == batch.tokens[:, anchor + 1 : anchor + 4].tolist()
+        assert got != batch.tokens[:, anchor : anchor + 3].tolist()  # a shifted label would do this
 
 
 @pytest.mark.parametrize("window", [0, 16])
@@ -228,9 +229,7 @@ def test_propose_leaves_the_state_and_snapshots_restore_it_bit_for_bit(variant: 
     commit_rows(drafter, state, batch, [(12, 12), (9, 14)])
     state.restore(1, saved)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors(state, 2), strict=True))
-    again = drafter.propose(state, request)
-    assert torch.equal(first.tokens, again.tokens)
-    assert torch.equal(first.confidence, again.confidence)  # type: ignore[arg-type]
+    assert drafter.propose(state, request) == first
     state.reset(1)
     assert all(not t.any() for t in tensors(state, 2)[len(before) // 2 :])
 
@@ -242,14 +241,14 @@ def test_a_row_in_a_batch_is_the_row_alone(variant: str) -> None:
     at = [20, 9, 0]
     state = drafter.new_state(3)
     commit_prefix(drafter, state, batch, at, pieces=4)
-    anchors = batch.tokens[torch.arange(3), at]
+    anchors = batch.tokens[torch.arange(3), at].tolist()
     together = drafter.propose(state, DraftRequest(rows=(0, 1, 2), anchors=anchors, num_tokens=(3, 2, 64)))
-    assert together.lengths == (3, 2, 3)
+    assert num_drafted(together) == [3, 2, 3]
     for row, num in enumerate((3, 2, 3)):
-        alone = drafter.propose(state, DraftRequest(rows=(row,), anchors=anchors[[row]], num_tokens=(num,)))
-        assert together.tokens[row, :num].tolist() == alone.tokens[0].tolist()
-        assert not together.tokens[row, num:].any()
-        torch.testing.assert_close(together.confidence[row, :num], alone.confidence[0])  # type: ignore[index]
+        request = DraftRequest(rows=[row], anchors=[anchors[row]], num_tokens=[num])
+        (alone,) = drafter.propose(state, request).drafts
+        assert together.drafts[row].tokens == alone.tokens
+        torch.testing.assert_close(together.drafts[row].confidence, alone.confidence, atol=1e-5, rtol=1.3e-6)
 
 
 def test_reduced_vocabulary_offers_the_list_the_context_and_the_anchor() -> None:
@@ -258,8 +257,7 @@ def test_reduced_vocabulary_offers_the_list_the_context_and_the_anchor() -> None
     batch = fake_batch(drafter, lengths=(9, 9))
     state = drafter.new_state(2)
     commit_prefix(drafter, state, batch, [5, 2])
-    anchors = torch.tensor([33, 41])
-    request = ask(anchors)
+    request = ask([33, 41])
     head = drafter._serving_head(state, request)
     assert head.ids is not None
     assert head.allowed is not None
@@ -269,7 +267,7 @@ def test_reduced_vocabulary_offers_the_list_the_context_and_the_anchor() -> None
         hidden = drafter.block_hidden(state, request)
         allowed = torch.tensor(sorted(offered))
         want = allowed[drafter.hooks.head(hidden)[row][:, allowed].argmax(-1)]
-        assert drafter.propose(state, request).tokens[row].tolist() == want.tolist()
+        assert drafter.propose(state, request).drafts[row].tokens == want.tolist()
 
 
 def test_static_vocabulary_must_be_distinct_known_tokens_of_the_right_number() -> None:
@@ -294,13 +292,12 @@ def test_nan_features_end_the_proposal_and_a_reset_heals_the_row() -> None:
         state = drafter.new_state(2)
         commit_prefix(drafter, state, replace(batch, features=features), [4, 4])
         got = drafter.propose(state, request)
-        assert got.lengths == (0, 3)
+        assert num_drafted(got) == [0, 3]
         assert got.num_nonfinite == 1
-        assert got.tokens[1].tolist() == want.tokens[1].tolist()
+        assert drafts(got)[1] == drafts(want)[1]
         state.reset(0)
         commit_rows(drafter, state, batch, [(0, 4), (4, 4)])
-        healed = drafter.propose(state, request)
-        assert torch.equal(healed.tokens, want.tokens)
+        assert drafts(drafter.propose(state, request)) == drafts(want)
 
 
 def test_huge_features_are_clamped() -> None:
@@ -315,11 +312,11 @@ def test_empty_requests_and_commits_change_nothing() -> None:
     drafter = build()
     state = drafter.new_state(1)
     features = torch.zeros(1, 0, len(drafter.target_layer_ids), DIM)
-    drafter.commit(state, Commit(rows=(0,), tokens=torch.zeros(1, 0).long(), features=features, lengths=(0,)))
+    drafter.commit(state, Commit(rows=[0], tokens=[[]], features=features))
+    drafter.commit(state, Commit(rows=[], tokens=[], features=features[:0]))
     assert state.lengths == [0]
-    none = DraftRequest(rows=(), anchors=torch.zeros(0).long(), num_tokens=())
-    assert drafter.propose(state, none).tokens.shape == (0, 0)
-    assert drafter.propose(state, ask(torch.tensor([5]))).lengths == (3,)
+    assert drafter.propose(state, ask([])).drafts == []
+    assert num_drafted(drafter.propose(state, ask([5]))) == [3]
 
 
 def test_drafts_stop_where_positions_end() -> None:
@@ -328,13 +325,13 @@ def test_drafts_stop_where_positions_end() -> None:
     for length, room in ((4, 3), (5, 2), (6, 1), (7, 0), (8, 0)):
         state = drafter.new_state(1)
         commit_prefix(drafter, state, batch, [length])
-        assert drafter.propose(state, ask(torch.tensor([5]))).lengths == (room,)
+        assert num_drafted(drafter.propose(state, ask([5]))) == [room]
     assert build(window=4, max_positions=8).max_positions is None
 
 
 def test_commit_without_features_is_refused() -> None:
     drafter = build()
-    commit = Commit(rows=(0,), tokens=torch.ones(1, 1).long(), features=None, lengths=(1,))
+    commit = Commit(rows=[0], tokens=[[1]], features=None)
     with pytest.raises(HyflashError, match="needs features of layers"):
         drafter.commit(drafter.new_state(1), commit)
 
@@ -399,7 +396,7 @@ def test_half_precision_weights_serve_with_half_the_state(correction: str) -> No
         state = each.new_state(1)
         commit_prefix(each, state, batch, [7])
         hidden.append(each.block_hidden(state, ask(batch.tokens[:, 7])).float())
-        assert each.propose(state, ask(batch.tokens[:, 7])).lengths == (3,)
+        assert num_drafted(each.propose(state, ask(batch.tokens[:, 7]))) == [3]
         assert state.nbytes(0) == each.cost(7).state_bytes
     torch.testing.assert_close(hidden[0], hidden[1], atol=0.2, rtol=0.1)
     assert half.cost(7).state_bytes < drafter.cost(7).state_bytes
@@ -414,7 +411,7 @@ def test_a_drafter_runs_beside_a_target_in_half_precision(vocab: int) -> None:
     drafter.loss(drafter(batch), batch).numerator.backward()
     state = drafter.new_state(1)
     commit_prefix(drafter, state, batch, [7])
-    assert drafter.propose(state, ask(batch.tokens[:, 7])).lengths == (3,)
+    assert num_drafted(drafter.propose(state, ask(batch.tokens[:, 7]))) == [3]
 
 
 def test_a_reduced_head_keeps_the_scale_and_bias_of_the_targets_head() -> None:
@@ -426,7 +423,7 @@ def test_a_reduced_head_keeps_the_scale_and_bias_of_the_targets_head() -> None:
     out = drafter(batch)
     want = DrafterImpl(DFlashConfig.tiny(), scaled).loss(out, batch)
     torch.testing.assert_close(drafter.loss(out, batch).numerator, want.numerator)
-    request = ask(torch.tensor([5]))
+    request = ask([5])
     state = drafter.new_state(1)
     logits = drafter._serving_head(state, request).logits(drafter.block_hidden(state, request))
     torch.testing.assert_close(logits, scaled.head(drafter.block_hidden(state, request)), atol=1e-4, rtol=1e-4)
@@ -434,13 +431,13 @@ def test_a_reduced_head_keeps_the_scale_and_bias_of_the_targets_head() -> None:
 
 def test_a_copied_drafter_is_independent_of_the_first() -> None:
     first = build(draft_vocab_size=2)
-    first.propose(first.new_state(1), ask(torch.tensor([40])))
+    first.propose(first.new_state(1), ask([40]))
     second = copy.deepcopy(first)
     second.set_draft_vocab(torch.tensor([50, 51]))
     state = second.new_state(1)
-    assert set(second.propose(state, ask(torch.tensor([40]))).tokens[0].tolist()) <= {40, 50, 51}
+    assert set(drafts(second.propose(state, ask([40])))[0]) <= {40, 50, 51}
     first.load_state_dict(second.state_dict())
-    assert set(first.propose(state, ask(torch.tensor([40]))).tokens[0].tolist()) <= {40, 50, 51}
+    assert set(drafts(first.propose(state, ask([40])))[0]) <= {40, 50, 51}
 
 
 def test_half_precision_features_are_read() -> None:

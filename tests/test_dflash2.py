@@ -251,7 +251,7 @@ def test_a_published_checkpoint_computes_and_drafts_what_its_layout_says(tmp_pat
         request = ask(batch.tokens[:, anchor])
         hidden, path = reference(weights, batch.features[0, :anchor], int(batch.tokens[0, anchor]))
         torch.testing.assert_close(drafter.block_hidden(state, request)[0], hidden, atol=2e-4, rtol=2e-4)
-        assert drafter.propose(state, request).tokens[0].tolist() == path
+        assert drafter.propose(state, request).drafts[0].tokens == path
         first = hooks().head(hidden).argmax(-1).tolist()
         paths.add(path == first)
     assert False in paths, "the selector must have chosen something"

@@ -21,7 +21,7 @@ from drafting import (
 )
 from families import VOCAB, family_dir, text
 from hyflash import checkpoint, drafters
-from hyflash.core import DraftRequest, Request, SamplingParams, TrainBatch
+from hyflash.core import Draft, DraftRequest, Request, SamplingParams, TrainBatch
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
@@ -182,13 +182,15 @@ def test_proposals_are_in_range_and_no_longer_than_asked(spec: str, drafter: Dra
     longest = drafts(ask(drafter, state, range(3), anchors, drafter.max_draft_tokens + 5))
     for num in (1, 2, drafter.max_draft_tokens, drafter.max_draft_tokens + 5):
         proposal = ask(drafter, state, range(3), anchors, num)
-        assert proposal.tokens.dtype == torch.int64
-        assert len(proposal.lengths) == proposal.tokens.shape[0] == 3
-        assert all(n <= min(num, drafter.max_draft_tokens, proposal.tokens.shape[1]) for n in proposal.lengths)
-        assert all(0 <= t < VOCAB for row in drafts(proposal) for t in row)
-        if proposal.confidence is not None:
-            assert proposal.confidence.shape == proposal.tokens.shape
-            assert ((proposal.confidence >= 0) & (proposal.confidence <= 1)).all()
+        assert len(proposal.drafts) == 3
+        for draft in proposal.drafts:
+            assert type(draft) is Draft
+            assert len(draft.tokens) <= min(num, drafter.max_draft_tokens)
+            assert all(type(t) is int and 0 <= t < VOCAB for t in draft.tokens)
+            assert len(draft.confidence) in (0, len(draft.tokens))
+            assert all(type(rate) is float and 0 <= rate <= 1 for rate in draft.confidence)
+            assert type(draft.kind) is int
+            assert draft.kind >= 0
         for row, known in zip(drafts(proposal), longest, strict=True):
             if "+" in spec:  # which part drafts does depend on it
                 continue
@@ -201,7 +203,7 @@ def test_ragged_requests_get_each_row_its_own_length(name: str, target: hf.HFTar
     batch = random_batch(drafter, LENGTHS)
     state, anchors = filled(drafter, batch, UPTO), anchors_of(batch)
     full = drafts(ask(drafter, state, range(3), anchors))
-    request = DraftRequest(rows=(0, 1, 2), anchors=torch.tensor(anchors), num_tokens=(2, 1, 3))
+    request = DraftRequest(rows=(0, 1, 2), anchors=anchors, num_tokens=(2, 1, 3))
     assert drafts(drafter.propose(state, request)) == [row[:n] for row, n in zip(full, (2, 1, 3), strict=True)]
 
 
@@ -223,7 +225,7 @@ def test_broken_weights_end_a_proposal_and_are_counted(name: str, target: hf.HFT
         proposal = ask(drafter, state, range(3), anchors_of(batch))
         assert all(0 <= t < VOCAB for row in drafts(proposal) for t in row)
     if list(drafter.parameters()):
-        assert proposal.lengths == (0, 0, 0)
+        assert drafts(proposal) == [[], [], []]
         assert proposal.num_nonfinite == 3
 
 

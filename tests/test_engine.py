@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hyflash.core import Request, Result, Rows, SamplingParams, TargetOutput
+from hyflash.core import Request, Result, Rows, SamplingParams, TargetOutput, Verdict
 from hyflash.drafters.late import LATE_PIECES
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy, RowStats
@@ -100,7 +100,9 @@ class BestOnly(ToyTarget):
         if not rows.top or out.logits is None:
             return out
         top = out.logits.topk(rows.top)
-        return TargetOutput(logits=None, features=out.features, top_ids=top.indices, top_values=top.values)
+        return TargetOutput(
+            logits=None, features=out.features, top_ids=top.indices.tolist(), top_values=top.values.tolist()
+        )
 
 
 @pytest.mark.parametrize("wrong_at", [None, 0, 2])
@@ -203,10 +205,33 @@ def test_the_drafter_gets_each_committed_token_once_with_its_own_features() -> N
     result = engine.generate(
         [Request(prompt_ids=tuple(prompt), params=SamplingParams(max_tokens=30, ignore_eos=True))]
     )[0]
-    seen = [t for c in drafter.commits for t in c.tokens[0, : c.lengths[0]].tolist()]
+    seen = [t for c in drafter.commits for t in c.tokens[0]]
     assert seen == [*prompt, *result.token_ids][:-1]
     verdicts = [c.verdict for c in drafter.commits if c.verdict is not None]
     assert [v.num_accepted[0] for v in verdicts] == [r.num_accepted for r in result.rounds]
+    assert [len(v.drafts[0].tokens) for v in verdicts] == [r.num_drafted for r in result.rounds]
+
+
+def test_a_verdict_brings_each_draft_back_as_it_was_made_and_cut_to_what_was_verified() -> None:
+    target = ToyTarget.chain([], vocab_size=16, eos=())
+    drafter = ScriptDrafter(lambda text, n: [(text[-1] + 1) % 16, 99 if text[-1] % 2 else 3, 4], target.info)
+    requests = [
+        Request(prompt_ids=(first,), params=SamplingParams(max_tokens=12), num_draft_tokens=num)
+        for first, num in ((4, 3), (5, 0), (7, 2))
+    ]
+    results = Engine(target, drafter, policy=FixedLength(3)).generate(requests)
+    lengths = set()
+    for commit in drafter.commits:
+        drafts, accepted = commit.verdict or Verdict([], [])
+        for draft, hits, tokens in zip(drafts, accepted, commit.tokens, strict=commit.verdict is not None):
+            made, num = draft.notes or (), len(draft.tokens)
+            lengths.add((tokens[0] % 2, num))
+            assert list(draft.tokens) == list(made[:num])  # type: ignore[index]
+            assert list(draft.confidence) == [1 / 2, 1 / 3, 1 / 4][:num]
+            assert list(tokens[1:]) == list(draft.tokens[:hits])
+    assert lengths >= {(0, 3), (1, 1), (0, 0), (1, 0)}, "whole, cut, and none in the row without drafts"
+    assert {t.source for t in results[0].rounds if t.num_drafted} == {"toys"}
+    assert {t.source for t in results[1].rounds} == {""}
 
 
 def test_near_ties_are_decided_at_width_one_when_rows_are_not_invariant() -> None:

@@ -215,7 +215,7 @@ def test_a_draft_that_breaks_the_target_changes_nothing(
 
         def broken(state: State, request: DraftRequest, own: Any = own, right: bool = right) -> Proposal:
             proposal = own(state, request)
-            return Proposal(tokens=torch.full_like(proposal.tokens, 9), lengths=proposal.lengths)
+            return proposal._replace(drafts=[d._replace(tokens=[9] * len(d.tokens)) for d in proposal.drafts])
 
         monkeypatch.setattr(drafter, "propose", broken)
         used = HalfRight(drafter, [[*p, *w] for p, w in zip(prompts, want, strict=True)]) if right else drafter
@@ -234,8 +234,10 @@ def test_a_draft_vocabulary_larger_than_the_targets_does_no_harm(
 
     def shifted(state: State, request: DraftRequest) -> Proposal:
         proposal = own(state, request)
-        tokens = torch.where(proposal.tokens % 3 == 0, VOCAB + 5, proposal.tokens)
-        return Proposal(tokens=tokens, lengths=proposal.lengths)
+        large = [[VOCAB + 5 if t % 3 == 0 else t for t in draft.tokens] for draft in proposal.drafts]
+        return proposal._replace(
+            drafts=[d._replace(tokens=tokens) for d, tokens in zip(proposal.drafts, large, strict=True)]
+        )
 
     monkeypatch.setattr(drafter, "propose", shifted)
     assert_same(known.engine(drafter, policy=FixedLength(7)).generate(known.requests), known.plain)

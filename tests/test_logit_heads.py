@@ -208,7 +208,7 @@ def test_a_published_domino_drafts_what_its_own_code_drafts(shift: bool, pure: i
     for anchor in (1, 9, 20):
         state = drafter.new_state(1)
         commit_prefix(drafter, state, batch, [anchor])
-        got = drafter.propose(state, ask(batch.tokens[:, anchor])).tokens[0].tolist()
+        got = drafter.propose(state, ask(batch.tokens[:, anchor])).drafts[0].tokens
         hidden, token = zlab_reference(hooks(), config, weights, batch, anchor), int(batch.tokens[0, anchor])
         assert got == domino_drafts(hooks(), weights, hidden, token, shift_label=shift, pure=pure)
 
@@ -224,12 +224,11 @@ def test_a_published_dspark_drafts_and_states_what_its_own_code_does(kind: str, 
     for anchor in (1, 9, 20):
         state = drafter.new_state(1)
         commit_prefix(drafter, state, batch, [anchor])
-        got = drafter.propose(state, ask(batch.tokens[:, anchor]))
+        (got,) = drafter.propose(state, ask(batch.tokens[:, anchor])).drafts
         hidden, token = zlab_reference(hooks(), config, weights, batch, anchor), int(batch.tokens[0, anchor])
         tokens, stated = dspark_drafts(hooks(), weights, hidden, token, kind=kind)
-        assert got.tokens[0].tolist() == tokens
-        assert got.confidence is not None
-        torch.testing.assert_close(got.confidence[0], torch.tensor(stated), atol=1e-4, rtol=1e-4)
+        assert got.tokens == tokens
+        assert got.confidence == pytest.approx(stated, abs=1e-4, rel=1e-4)
 
 
 def test_the_three_spellings_of_heads_are_one_drafter(tmp_path: Path) -> None:

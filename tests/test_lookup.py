@@ -7,10 +7,10 @@ import random
 import tracemalloc
 
 import pytest
-import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftRequest, TargetHooks, TargetInfo, Verdict
+from drafting import judged
+from hyflash.core import Commit, Draft, DraftRequest, Proposal, TargetHooks, TargetInfo, Verdict
 from hyflash.drafters import load_class, names, summary
 from hyflash.drafters.lookup import PRIOR_RATES, DrafterImpl, LookupConfig, LookupState
 from hyflash.errors import UserError
@@ -34,29 +34,25 @@ def make(**options: int) -> DrafterImpl:
 
 
 def feed(drafter: DrafterImpl, state: LookupState, *texts: list[int], verdict: Verdict | None = None) -> None:
-    width = max(len(text) for text in texts)
-    tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts], dtype=torch.int64).view(
-        len(texts), width
-    )
-    lengths = tuple(len(text) for text in texts)
-    drafter.commit(
-        state, Commit(rows=tuple(range(len(texts))), tokens=tokens, features=None, lengths=lengths, verdict=verdict)
-    )
+    drafter.commit(state, Commit(rows=range(len(texts)), tokens=texts, features=None, verdict=verdict))
 
 
-def ask(drafter: DrafterImpl, state: LookupState, *anchors: int, count: int = 4):
-    rows = tuple(range(len(anchors)))
-    request = DraftRequest(rows=rows, anchors=torch.tensor(anchors), num_tokens=(count,) * len(rows))
+def ask(drafter: DrafterImpl, state: LookupState, *anchors: int, count: int = 4) -> Proposal:
+    request = DraftRequest(rows=range(len(anchors)), anchors=anchors, num_tokens=[count] * len(anchors))
     return drafter.propose(state, request)
 
 
-def drafts(text: list[int], *, count: int = 4, **options: int) -> list[int]:
-    """Draft tokens after `text`, whose last token is the anchor."""
+def draft(text: list[int], *, count: int = 4, **options: int) -> Draft:
+    """What is drafted after `text`, whose last token is the anchor."""
     drafter = make(**options)
     state = drafter.new_state(1)
     feed(drafter, state, text[:-1])
-    proposal = ask(drafter, state, text[-1], count=count)
-    return proposal.tokens[0, : proposal.lengths[0]].tolist()
+    return ask(drafter, state, text[-1], count=count).drafts[0]
+
+
+def drafts(text: list[int], *, count: int = 4, **options: int) -> list[int]:
+    """Its tokens."""
+    return list(draft(text, count=count, **options).tokens)
 
 
 def by_search(text: list[int], count: int, *, max_ngram: int = 3, min_ngram: int = 1) -> list[int]:
@@ -69,15 +65,6 @@ def by_search(text: list[int], count: int, *, max_ngram: int = 3, min_ngram: int
                     grown.append(grown[end + i])
                 return grown[len(text) :]
     return []
-
-
-def verdict(num_drafted: int, num_accepted: int, source: str = "lookup") -> Verdict:
-    return Verdict(
-        proposed=torch.zeros(1, num_drafted, dtype=torch.int64),
-        num_drafted=(num_drafted,),
-        num_accepted=(num_accepted,),
-        sources=(source,),
-    )
 
 
 def test_it_is_found_by_name_and_describes_itself() -> None:
@@ -93,6 +80,15 @@ def test_longest_match_wins_over_a_more_recent_shorter_one() -> None:
 
 def test_most_recent_of_equal_matches_wins() -> None:
     assert drafts([5, 1, 5, 2, 5], count=1) == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [([1, 2], 0), ([1, 2, 1], 1), ([2, 1, 2, 1], 2), ([5, 1, 2, 3, 5, 1, 2, 3], 3)]
+)
+def test_the_kind_of_a_draft_is_the_length_of_its_match(text: list[int], length: int) -> None:
+    found = draft(text)
+    assert (found.kind, found.source) == (length, "lookup")
+    assert bool(found.tokens) == bool(length)
 
 
 def test_min_ngram_refuses_shorter_matches() -> None:
@@ -139,7 +135,7 @@ def test_propose_leaves_the_state_unchanged() -> None:
     before = copy.deepcopy([vars(row) for row in state.rows])
     first, second = (ask(drafter, state, 1, 5) for _ in range(2))
     assert [vars(row) for row in state.rows] == before
-    assert torch.equal(first.tokens, second.tokens)
+    assert first == second
 
 
 def test_commit_in_pieces_is_commit_in_one() -> None:
@@ -158,34 +154,27 @@ def test_a_row_in_a_ragged_batch_is_the_row_alone() -> None:
     batch = drafter.new_state(3)
     feed(drafter, batch, *texts)
     together = ask(drafter, batch, 2, 4, 7)
-    assert together.sources == ("lookup",) * 3
+    assert [d.source for d in together.drafts] == ["lookup"] * 3
+    assert [len(d.tokens) for d in together.drafts] == [4, 0, 4]
     for row, (text, anchor) in enumerate(zip(texts, (2, 4, 7), strict=True)):
         alone = drafter.new_state(1)
         feed(drafter, alone, text)
-        single = ask(drafter, alone, anchor)
-        length = single.lengths[0]
-        assert together.lengths[row] == length
-        assert together.tokens[row].tolist() == single.tokens[0].tolist() + [0] * (4 - single.tokens.shape[1])
-        assert torch.equal(together.confidence[row, :length], single.confidence[0, :length])
+        assert ask(drafter, alone, anchor).drafts == [together.drafts[row]]
 
 
-def test_no_match_anywhere_and_no_rows_give_width_zero() -> None:
+def test_no_match_anywhere_gives_empty_drafts_and_no_rows_none() -> None:
     drafter = make()
     state = drafter.new_state(2)
-    proposal = ask(drafter, state, 3, 4)
-    assert proposal.tokens.shape == proposal.confidence.shape == (2, 0)
-    assert proposal.tokens.dtype == torch.int64
-    request = DraftRequest(rows=(), anchors=torch.zeros(0, dtype=torch.int64), num_tokens=())
-    assert drafter.propose(state, request).tokens.shape == (0, 0)
+    assert ask(drafter, state, 3, 4).drafts == [Draft([], [], "lookup"), Draft([], [], "lookup")]
+    assert ask(drafter, state).drafts == []
 
 
 def test_reset_and_snapshots_are_exact_and_independent_of_later_commits() -> None:
     drafter = make()
     state = drafter.new_state(2)
     feed(drafter, state, [1, 2, 3], [4])
-    feed(drafter, state, [1, 2], [], verdict=Verdict(
-        proposed=torch.zeros(2, 2, dtype=torch.int64), num_drafted=(2, 0), num_accepted=(1, 0), sources=("lookup", ""),
-    ))  # fmt: skip
+    feed(drafter, state, [1, 2], [], verdict=judged(ask(drafter, state, 1, 5, count=2), 1, 0))
+    assert sum(state.rows[0].tried) == 2
     saved, before = state.snapshot(0), copy.deepcopy(vars(state.rows[0]))
     feed(drafter, state, [9, 9], [4])
     state.restore(0, saved)
@@ -202,23 +191,40 @@ def test_confidence_starts_at_the_prior_and_grows_along_the_draft() -> None:
     state = drafter.new_state(1)
     feed(drafter, state, [1, 2, 3])
     one, two, three = PRIOR_RATES
-    torch.testing.assert_close(ask(drafter, state, 1).confidence, torch.tensor([[one, two, three, three]]))
+    assert ask(drafter, state, 1).drafts[0].confidence == [one, two, three, three]
 
 
 def test_verdicts_on_its_own_proposals_move_the_confidence_of_that_match_length() -> None:
     drafter = make()
     state = drafter.new_state(1)
     feed(drafter, state, [1, 2, 3, 4, 5, 6])
-    prior = ask(drafter, state, 2).confidence[0].tolist()
-    for _ in range(6):
-        feed(drafter, state, [2, 3], verdict=verdict(3, 1))  # a match of 1: first draft right, second wrong
+    prior = ask(drafter, state, 2).drafts[0].confidence
+    for i in range(6):
+        proposal = ask(drafter, state, 2, count=3)
+        assert proposal.drafts[0].kind == 1
+        assert proposal.drafts[0].tokens[0] == 3
+        feed(drafter, state, [2, 3], verdict=judged(proposal, 1))  # the first draft was right, the second wrong
+        feed(drafter, state, [50 + i])  # so that the next match is one of 1 again
     kept = state.rows[0]
     assert kept.rate(1) > prior[0]
     assert kept.rate(2) < prior[1]
-    assert all(0 < kept.rate(n) < 1 for n in (1, 2, 3, 9))
+    assert kept.rate(3) == kept.rate(9) == prior[2]
+    assert all(0 < kept.rate(n) < 1 for n in (1, 2))
 
 
-@pytest.mark.parametrize("seen", [None, verdict(3, 0, "./other"), verdict(0, 0), verdict(3, 0, "")])
+def test_a_draft_that_was_cut_counts_as_far_as_it_was_verified() -> None:
+    drafter = make()
+    state = drafter.new_state(1)
+    feed(drafter, state, [1, 2, 3, 4])
+    proposal = ask(drafter, state, 1, count=3)
+    feed(drafter, state, [1, 2], verdict=judged(proposal, 1, verified=1))
+    assert state.rows[0].tried == [1, 0, 0]
+    assert state.rows[0].accepted == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "seen", [None, Verdict([Draft()], [0]), Verdict([Draft(kind=1)], [0]), Verdict([Draft([2])], [1])]
+)
 def test_other_verdicts_change_nothing(seen: Verdict | None) -> None:
     drafter = make()
     state = drafter.new_state(1)

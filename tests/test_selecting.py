@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from block_fakes import DIM, VOCAB, ask, commit_prefix, fake_batch, fake_hooks
+from drafting import drafts, num_drafted, stated
 from hyflash import checkpoint, drafters
 from hyflash.core import Proposal, TrainBatch
 from hyflash.drafters.base import Drafter
@@ -64,9 +65,9 @@ def test_a_checkpoint_of_another_method_drafts_the_same_until_it_is_trained(
     old.correction = None  # the selector takes its place
     batch = fake_batch(old, lengths=(30, 9, 17))
     got, want = (proposal(d, batch, [29, 0, 16]) for d in (new, old))
-    assert torch.equal(got.tokens, want.tokens)
-    assert got.lengths == want.lengths == (4, 4, 4)
-    torch.testing.assert_close(got.confidence, want.confidence, atol=1e-5, rtol=1e-4)
+    assert drafts(got) == drafts(want)
+    assert num_drafted(got) == [4, 4, 4]
+    torch.testing.assert_close(stated(got), stated(want), atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(new(batch).hidden, old(batch).hidden, atol=1e-5, rtol=1e-5)
 
@@ -106,8 +107,8 @@ def test_drafts_with_a_reduced_vocabulary_are_of_the_list_the_context_or_the_anc
     found = proposal(drafter, batch, [11, 2])
     for row, upto in enumerate((11, 2)):
         allowed = {*range(20, 36), *batch.tokens[row, : upto + 1].tolist()}
-        assert found.lengths[row] == 4
-        assert set(found.tokens[row].tolist()) <= allowed
+        assert num_drafted(found)[row] == 4
+        assert set(drafts(found)[row]) <= allowed
 
 
 def successors(drafter: Drafter) -> tuple[TrainBatch, Tensor]:
@@ -144,7 +145,7 @@ def test_a_selector_alone_learns_what_follows_what(method: str) -> None:
     assert min(shares[f"acc@{k}"] for k in range(1, 5)) > 0.8
     changed = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if name.startswith("candidate_selector.")}
-    tokens = torch.cat([proposal(drafter.eval(), batch, [at, at]).tokens for at in (9, 30, 50)])
+    tokens = torch.tensor([row for at in (9, 30, 50) for row in drafts(proposal(drafter.eval(), batch, [at, at]))])
     assert (tokens[:, 1:] == following[tokens[:, :-1]]).float().mean() > 0.8, "neighbours follow one another"
 
 
@@ -254,6 +255,6 @@ def test_confidence_follows_the_rating_of_the_list() -> None:
     before = proposal(drafter, batch, [11])
     drafter.candidate_selector.out.bias.data.fill_(math.log(3.0))  # every candidate three times as likely
     after = proposal(drafter, batch, [11])
-    assert torch.equal(after.tokens, before.tokens)
-    assert (after.confidence > before.confidence).all()
-    assert (after.confidence < 3.0 * before.confidence).all()
+    assert drafts(after) == drafts(before)
+    for more, less in zip(stated(after)[0], stated(before)[0], strict=True):
+        assert less < more < 3.0 * less

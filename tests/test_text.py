@@ -197,6 +197,56 @@ def test_a_wrong_byte_token_costs_no_character_already_shown() -> None:
     assert "".join(stream(tokenizer, long)) == "Hello" + "\ufffd" * 50 + " world"
 
 
+# ----------------------------------------------------------------------------------------- decoding
+
+
+def decoded(fast: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    """What transformers makes of ids."""
+    text = fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_random_ids_decode_as_by_transformers(kind: str, clean_up: bool, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer() if kind == "bytes" else word_tokenizer()
+    fast = tokenizer._tokenizer
+    fast.clean_up_tokenization_spaces = clean_up  # not asked for, whatever the tokenizer's own habit is
+    fast.add_tokens(["<tool>", " n't"])
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|more|>"]})
+    fast.save_pretrained(tmp_path)
+    rng, special, words = (
+        random.Random(0),
+        fast.all_special_ids,
+        fast.encode("a , b . c <tool>", add_special_tokens=False),
+    )
+    assert len(special) >= 4
+    for made in (tokenizer, Tokenizer.from_dir(tmp_path)):
+        assert made._fast is not None
+        for _ in range(300):
+            choose = rng.choice(
+                [lambda: rng.randrange(len(fast)), lambda: rng.choice(special), lambda: rng.choice(words)]
+            )
+            ids = [choose() if rng.random() < 0.7 else rng.randrange(len(fast)) for _ in range(rng.randrange(12))]
+            assert made.decode(ids) == made.decode(tuple(ids)) == decoded(fast, ids)
+        assert made.decode(words) == decoded(fast, words)
+        assert made.decode(special) == ""
+
+
+@pytest.mark.parametrize("method", ["_decode", "decode"])
+def test_a_tokenizer_that_decodes_in_its_own_way_is_left_to_it(method: str) -> None:
+    def shout(self: PreTrainedTokenizerFast, *args: object, **options: object) -> str:
+        return str(getattr(PreTrainedTokenizerFast, method)(self, *args, **options)).upper()
+
+    own = type("Own", (PreTrainedTokenizerFast,), {method: shout})
+    fast = own(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<|im_end|>")
+    tokenizer = Tokenizer(fast, "own")
+    ids = [*fast.encode("quiet, please"), 2]
+    assert tokenizer.decode(ids) == decoded(fast, ids) == "QUIET, PLEASE"
+    assert "".join(stream(tokenizer, ids)) == "QUIET, PLEASE"
+
+
 # -------------------------------------------------------------------------------------- stop strings
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit, DraftCost, DraftRequest, Proposal, Rows, TargetHooks, TargetInfo, TargetOutput
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Proposal, Rows, TargetHooks, TargetInfo, TargetOutput
 from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.targets.base import Exactness, Target
 
@@ -107,7 +107,7 @@ class ScriptState(State):
 
 
 class ScriptDrafter(Drafter):
-    """Proposes `script(text, n)`: the committed text with its anchor, and the wanted length."""
+    """Proposes `script(text, n)`: the committed text with its anchor, and the wanted length. Its notes say the same."""
 
     Config = DrafterConfig
 
@@ -129,21 +129,20 @@ class ScriptDrafter(Drafter):
         assert isinstance(state, ScriptState)
         self.commits.append(new)
         for b, row in enumerate(new.rows):
-            state.texts[row] += new.tokens[b, : new.lengths[b]].tolist()
+            tokens = list(new.tokens[b])
+            state.texts[row] += tokens
             assert new.features is not None
             # Features belong to their tokens: one-hot of the token itself.
-            assert new.features[b, : new.lengths[b], 0].argmax(-1).tolist() == new.tokens[b, : new.lengths[b]].tolist()
+            assert new.features[b, : len(tokens), 0].argmax(-1).tolist() == tokens
 
     def propose(self, state: State, request: DraftRequest) -> Proposal:
         assert isinstance(state, ScriptState)
-        drafts = [
-            self.script([*state.texts[row], int(a)], n)[:n]
-            for row, a, n in zip(request.rows, request.anchors, request.num_tokens, strict=True)
+        scripts = [
+            self.script([*state.texts[row], anchor], n)[:n]
+            for row, anchor, n in zip(request.rows, request.anchors, request.num_tokens, strict=True)
         ]
-        tokens = torch.zeros(len(drafts), max(map(len, drafts)), dtype=torch.long)
-        for b, d in enumerate(drafts):
-            tokens[b, : len(d)] = torch.tensor(d, dtype=torch.long)
-        return Proposal(tokens=tokens, lengths=tuple(map(len, drafts)), num_nonfinite=self.num_nonfinite)
+        drafts = [Draft(tokens, [1 / (2 + i) for i in range(len(tokens))], notes=tuple(tokens)) for tokens in scripts]
+        return Proposal(drafts, num_nonfinite=self.num_nonfinite)
 
     def cost(self, context_tokens: int) -> DraftCost:
         return DraftCost(state_bytes=0, kv_bytes_per_token=8, weight_bytes=0, propose_flops=0, commit_flops_per_token=0)
