@@ -229,8 +229,11 @@ def test_other_verdicts_change_nothing(seen: Verdict | None) -> None:
     drafter = make()
     state = drafter.new_state(1)
     feed(drafter, state, [1, 2, 1, 2])
+    feed(drafter, state, [1, 2], verdict=judged(ask(drafter, state, 1, count=2), 1))
+    before = list(state.rows[0].tried), list(state.rows[0].accepted)
+    assert sum(before[0]) == 2
     feed(drafter, state, [1], verdict=seen)
-    assert state.rows[0].tried == [0, 0, 0]
+    assert (state.rows[0].tried, state.rows[0].accepted) == before
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 1000])
