@@ -160,7 +160,6 @@ def test_chains_equal_a_plain_search_on_random_tables() -> None:
             assert drafts(drafter, text)[0] == grown[len(text) :]
 
 
-@pytest.mark.xfail(reason="the table is copied once, and loading fills the buffers in place", strict=True)
 def test_a_table_that_is_loaded_after_a_proposal_is_the_one_that_is_read() -> None:
     drafter, other = table({(1,): 2}), table({(1,): 3})
     assert drafts(drafter, [1])[0] == [2]

@@ -16,6 +16,9 @@ from hyflash.core import Commit
 LATE_PIECES = 64
 """Pieces of a row after which the caller should commit them: they are memory, and a pause before the next token."""
 
+MOST_SPARE = 8
+"""A piece is copied out of a forward's features where these are so many times its size; else copying is the dearer."""
+
 Piece = tuple[Sequence[int], Tensor | None]
 
 
@@ -29,6 +32,8 @@ class LateCommits:
         """Keep a row's tokens and their features (n, C, D), which nobody may write to; True when there are enough to be
         committed."""
         pieces = self._rows.setdefault(row, [])
+        if features is not None and features.untyped_storage().nbytes() > MOST_SPARE * features.nbytes:
+            features = features.clone()
         pieces.append((ids, features))
         return len(pieces) >= LATE_PIECES
 

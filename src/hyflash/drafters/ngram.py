@@ -87,7 +87,11 @@ class DrafterImpl(Drafter):
         self.register_buffer("tokens", torch.zeros(config.num_entries, dtype=torch.int32))
         self.register_buffer("shares", torch.zeros(config.num_entries, dtype=torch.uint8))  # of 255
         self._table: tuple[array[int], array[int], bytes] | None = None
-        self._of: Tensor | None = None  # the keys that `_table` was read from
+        self.register_load_state_dict_post_hook(DrafterImpl._forget)  # type: ignore[no-untyped-call]
+
+    def _forget(self, _incompatible: object) -> None:
+        """The table that was read is not the one that has just been loaded."""
+        self._table = None
 
     def new_state(self, num_rows: int) -> NgramState:
         """Empty rows."""
@@ -149,8 +153,7 @@ class DrafterImpl(Drafter):
 
     def _arrays(self) -> tuple[array[int], array[int], bytes]:
         """The table in plain memory: a look-up is a few steps of bisection, less than a call of a tensor library."""
-        if self._table is None or self._of is not self.keys:
-            self._of = self.keys
+        if self._table is None:
             self._table = (
                 array("q", self.keys.cpu().numpy().tobytes()),
                 array("i", self.tokens.cpu().numpy().tobytes()),
