@@ -117,8 +117,13 @@ def cut(draft: Draft, verified: int) -> Draft:
 
 
 def judged(proposal: Proposal, *accepted: int, verified: int = 99) -> Verdict:
-    """The verdict on a proposal of which at most `verified` tokens of each row came to the target."""
-    return Verdict([cut(draft, verified) for draft in proposal.drafts], accepted)
+    """The verdict on a proposal of which at most `verified` tokens of each row came to the target.
+
+    What the target says instead of a rejected draft is no token of any proposal, -1.
+    """
+    verified_drafts = [cut(draft, verified) for draft in proposal.drafts]
+    rejected = [n < len(draft.tokens) for n, draft in zip(accepted, verified_drafts, strict=True)]
+    return Verdict(verified_drafts, accepted, [-1 if is_rejected else None for is_rejected in rejected])
 
 
 def assert_same_snapshot(got: Any, want: Any, *, exact: bool = True) -> None:

@@ -240,15 +240,38 @@ def test_a_cheap_part_is_scored_on_rounds_that_another_part_drafted() -> None:
     right = ask(drafter, state, 3)
     assert sources(right) == ["block"]
     feed(drafter, state, [3, 7, 7, 7], verdict=judged(right, 3))
-    assert evidence(state, 0) == pytest.approx((3, 3 * 0.2))  # past the run is unknown
+    assert evidence(state, 0) == pytest.approx((3, 4 * 0.2))  # past what the target said is unknown
     assert evidence(state, 1) == pytest.approx((3, 4 * 0.45))
     cheap.token = 6
     wrong = ask(drafter, state, 3)
     assert sources(wrong) == ["block"]
     feed(drafter, state, [3, 7, 7, 7], verdict=judged(wrong, 3))
-    assert evidence(state, 0) == pytest.approx((2.7, 0.9 * 3 * 0.2 + 0.2))
-    feed(drafter, state, [3], verdict=judged(ask(drafter, state, 3), 0))
-    assert evidence(state, 0) == pytest.approx((2.7, 0.9 * 3 * 0.2 + 0.2)), "a run of nothing tells nothing of others"
+    assert evidence(state, 0) == pytest.approx((2.7, 0.9 * 4 * 0.2 + 0.2))
+    last = ask(drafter, state, 3)
+    feed(drafter, state, [3], verdict=Verdict(last.drafts, [0], [6]))
+    assert evidence(state, 0) == pytest.approx((0.9 * 2.7 + 1, 0.9 * (0.9 * 4 * 0.2 + 0.2) + 0.2)), (
+        "what the target said instead of a rejected draft was the other part's"
+    )
+    feed(drafter, state, [3], verdict=Verdict(ask(drafter, state, 3).drafts, [0], [None]))
+    assert evidence(state, 0) == pytest.approx((0.9 * 2.7 + 1, 0.9 * (0.9 * 4 * 0.2 + 0.2) + 0.2)), (
+        "a text that ended says nothing of what would have come"
+    )
+
+
+def test_rounds_without_a_draft_teach_too_so_that_a_part_that_turns_right_is_chosen_again() -> None:
+    cheap = Fake(token=7, confidence=0.6)
+    drafter = Composite([("cheap", cheap), ("other", Fake(confidence=0.0))])
+    state = drafter.new_state(1)
+    for _ in range(20):  # always wrong: soon it is not taken any more
+        proposal = priced(drafter, state, 3, STEEP)
+        feed(drafter, state, [3], verdict=judged(proposal, 0))
+    assert sources(priced(drafter, state, 3, STEEP)) == [""]
+    for _ in range(20):
+        proposal = priced(drafter, state, 3, STEEP)
+        if proposal.drafts[0].tokens:
+            break
+        feed(drafter, state, [3], verdict=Verdict(proposal.drafts, [0], [7]))
+    assert sources(proposal) == ["cheap"]
 
 
 def test_a_verdict_is_learnt_by_what_was_drafted_then_whatever_has_been_proposed_since() -> None:
@@ -262,14 +285,14 @@ def test_a_verdict_is_learnt_by_what_was_drafted_then_whatever_has_been_proposed
     assert (sources(first), sources(later)) == (["block"] * 2, ["cheap"] * 2)
     assert first == kept, "a proposal stays as it was made"
     assert state.rows[0].saved() == apart.rows[0].saved()
-    feed(drafter, state, [3, 7, 7, 7], rows=(0,), verdict=Verdict(first.drafts[:1], [3]))
-    assert evidence(state, 0, kind=1) == pytest.approx((3, 3 * 0.2))
+    feed(drafter, state, [3, 7, 7, 7], rows=(0,), verdict=Verdict(first.drafts[:1], [3], [5]))
+    assert evidence(state, 0, kind=1) == pytest.approx((3, 4 * 0.2))
     assert evidence(state, 0, kind=5) == (0, 0)
     assert evidence(state, 1) == pytest.approx((3, 4 * 0.45))
-    feed(drafter, apart, [3, 7, 7, 7], rows=(0,), verdict=Verdict(kept.drafts[:1], [3]))
+    feed(drafter, apart, [3, 7, 7, 7], rows=(0,), verdict=Verdict(kept.drafts[:1], [3], [5]))
     assert state.rows[0].saved() == apart.rows[0].saved(), "as if there had been no other"
     assert state.rows[1].saved() == apart.rows[1].saved(), "the other row is not concerned"
-    feed(drafter, state, [4, 6], rows=(0,), verdict=Verdict(later.drafts[:1], [1]))
+    feed(drafter, state, [4, 6], rows=(0,), verdict=Verdict(later.drafts[:1], [1], [5]))
     assert evidence(state, 0, kind=5) == pytest.approx((1, 2 * 0.4))
 
 
@@ -421,7 +444,8 @@ def test_a_part_that_fails_falls_back_to_a_weaker_cheap_draft_or_to_none() -> No
 def test_no_proposal_at_all_is_an_empty_draft_for_each_row() -> None:
     drafter = Composite([("lookup", lookup()), ("again", lookup())])
     state = drafter.new_state(2)
-    assert ask(drafter, state, 3, 4) == Proposal([Draft(), Draft()])
+    empty = ask(drafter, state, 3, 4)
+    assert [draft._replace(notes=None) for draft in empty.drafts] == [Draft(), Draft()]
     assert ask(drafter, state) == Proposal([])
 
 

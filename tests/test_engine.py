@@ -220,10 +220,13 @@ def test_a_verdict_brings_each_draft_back_as_it_was_made_and_cut_to_what_was_ver
         for first, num in ((4, 3), (5, 0), (7, 2))
     ]
     results = Engine(target, drafter, policy=FixedLength(3)).generate(requests)
-    lengths = set()
+    lengths, next_anchors = set(), dict[int, int | None]()
     for commit in drafter.commits:
-        drafts, accepted = commit.verdict or Verdict([], [])
-        for draft, hits, tokens in zip(drafts, accepted, commit.tokens, strict=commit.verdict is not None):
+        drafts, accepted, followers = commit.verdict or Verdict([], [])
+        rows = zip(drafts, accepted, followers, commit.rows, commit.tokens, strict=commit.verdict is not None)
+        for draft, hits, follower, row, tokens in rows:
+            assert next_anchors.pop(row, tokens[0]) == tokens[0], "what follows is the next anchor"
+            next_anchors[row] = follower
             made, num = draft.notes or (), len(draft.tokens)
             lengths.add((tokens[0] % 2, num))
             assert list(draft.tokens) == list(made[:num])  # type: ignore[index]

@@ -301,6 +301,8 @@ class Verdict(NamedTuple):
     """B, with the tokens that were verified, none where the row had no draft."""
     num_accepted: Sequence[int]
     """B"""
+    followers: Sequence[int | None] = ()
+    """B, the target's own token after the accepted ones, the next anchor; None where the text ended without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ evidence that is what the part states (lookup: by match length) or what a small 
 to the fixed rule "lookup if at least two tokens match, else the block drafter". Then it is scaled by what the row's
 own rounds accepted against what was expected, kept apart by part and `Draft.kind` (lookup: match length).
 
-Parts that read no features are cheap: they always propose, and every verdict scores what they would have drafted.
+Parts that read no features are cheap: they always propose, and every round scores what they drafted, chosen or not.
 A part with features runs only for the rows where its record promises more than every cheap part; what it then states
 counts half beside the record, and may lose to a cheap part after all.
 
@@ -286,22 +286,17 @@ class Composite(Drafter):
         return state.rows[row].scale(p, kind, prior)
 
     def _learn(self, state: ComposedState, new: Commit, verdict: Verdict) -> None:
-        """Score the part that drafted by the verdict, and what the other cheap parts would have drafted by the
-        accepted run."""
+        """Score what each part drafted, chosen or not, also where nothing was chosen, by what the target said."""
         for b, (row, draft) in enumerate(zip(new.rows, verdict.drafts, strict=True)):
-            if not new.tokens[b] or not draft.tokens:
+            if not new.tokens[b] or draft.notes is None:
                 continue
-            run, num_drafted = verdict.num_accepted[b], len(draft.tokens)
+            said = list(draft.tokens[: verdict.num_accepted[b]])
+            if verdict.followers and (follower := verdict.followers[b]) is not None:
+                said.append(follower)
             for p, own in enumerate(_notes(draft)):
-                is_dear = p not in self._cheap
-                if own is None or (is_dear and draft.source != self.names[p]):
-                    continue
-                if draft.source == self.names[p]:
-                    hits, tries = run, min(run + 1, num_drafted)
-                else:
-                    hits, tries = _agreement(own.tokens[:num_drafted], draft.tokens[:run])
-                if tries:
-                    expected = tries * PRIOR_RATE if is_dear else sum(_stated(own)[:tries])
+                hits, tries = _agreement(own.tokens, said) if own is not None else (0, 0)
+                if own is not None and tries:
+                    expected = tries * PRIOR_RATE if p in self._with_features else sum(_stated(own)[:tries])
                     state.rows[row].learn(p, own.kind, hits, expected)
                     self._record.learn(p, own.kind, hits, expected)
 
@@ -320,7 +315,8 @@ class Composite(Drafter):
                 elif choice:
                     probs[b, range(len(choice.draft.tokens)), list(choice.draft.tokens)] = 1.0
         merged = [
-            choice.draft._replace(notes=own) if choice else Draft() for choice, own in zip(choices, drafts, strict=True)
+            choice.draft._replace(notes=own) if choice else Draft(notes=own)
+            for choice, own in zip(choices, drafts, strict=True)
         ]
         return Proposal(merged, probs, num_nonfinite)
 
@@ -364,7 +360,7 @@ def _members(new: Commit, members: Sequence[int]) -> Commit:
         return new
     at, verdict = list(members), new.verdict
     if verdict is not None:
-        verdict = Verdict([verdict.drafts[b] for b in at], [verdict.num_accepted[b] for b in at])
+        verdict = Verdict([verdict.drafts[b] for b in at], [verdict.num_accepted[b] for b in at])  # as parts hear it
     tokens = [new.tokens[b] for b in at]
     features = None if new.features is None else new.features[at, : max(map(len, tokens))]
     return Commit(rows=[new.rows[b] for b in at], tokens=tokens, features=features, verdict=verdict)
@@ -385,10 +381,10 @@ def _is_from(draft: Draft, name: str) -> bool:
     return draft.source == name and len(draft.tokens) > 0
 
 
-def _agreement(own: Sequence[int], run: Sequence[int]) -> tuple[int, int]:
-    """Hits and tries of drafts against an accepted run; what would have come after the run is not known."""
-    hits, most = 0, min(len(own), len(run))
-    while hits < most and own[hits] == run[hits]:
+def _agreement(own: Sequence[int], said: Sequence[int]) -> tuple[int, int]:
+    """Hits and tries of drafts against what the target said; what it would have said after that is not known."""
+    hits, most = 0, min(len(own), len(said))
+    while hits < most and own[hits] == said[hits]:
         hits += 1
     return hits, min(hits + 1, most)
 

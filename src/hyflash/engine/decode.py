@@ -243,12 +243,14 @@ class Engine:
         out = self.target.forward(rows)
         verified = time.perf_counter()
         events, kept, accepted, first = [], [], [], 0
+        followers: list[int | None] = []
         for p, draft, block in zip(running, drafts, blocks, strict=True):
             before, num_drafted = len(p.token_ids), len(draft.tokens)
             num_accepted, num_committed = self._verify(p, out, first, draft.tokens, width=len(rows.tokens))
             first += len(block)
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
+            followers.append(p.token_ids[-1] if num_committed > num_accepted else None)
             p.rounds.append(
                 RoundTrace(
                     num_drafted=num_drafted,
@@ -263,8 +265,9 @@ class Engine:
             self.target.truncate(p.seq, p.position - 1)
             events.append(self._event(p, tuple(p.token_ids[before:]), num_drafted, num_accepted))
         ready = time.perf_counter()
-        if any(draft.tokens for draft in drafts):
-            self._commit(running, kept, out.features, rows.lengths, verdict=Verdict(drafts, accepted))
+        if asked:
+            verdict = Verdict(drafts, accepted, followers)
+            self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
         else:
             self._commit_later(running, kept, out.features, rows.lengths)
         draft_sec = drafted - began + time.perf_counter() - ready
