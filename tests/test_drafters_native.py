@@ -25,7 +25,7 @@ from drafting import (
 )
 from families import text
 from hyflash.core import Commit, DraftRequest, Request, SamplingParams, TrainBatch
-from hyflash.drafters import dflash, packed_drafter
+from hyflash.drafters import dels, dflash, packed_drafter
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.compose import Composite
 from hyflash.engine.decode import Engine
@@ -42,6 +42,12 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash-markov": ("dflash", {"draft_vocab_size": 32, "correction": "markov"}),
     "dflash-full-gru": ("dflash", {"correction": "gru"}),
     "hyflash-reduced": ("hyflash", {"draft_vocab_size": 32, "num_layers": 2}),
+    "dels-silu": (
+        "dels",
+        {"draft_vocab_size": 32, "expert_activation": "silu", "alpha": 0.8, "beta": 0.5, "num_layers": 2},
+    ),
+    "dels-schedule": ("dels", {"draft_vocab_size": 32, "correction": "gru", "alpha": (0.8, 0.1, 0.4)}),
+    "dels-bigram": ("dels", {"draft_vocab_size": 32, "correction": "gru", "expert": "markov", "expert_width": 0}),
     "hyflash-low-rank": ("hyflash", {"draft_vocab_size": 24, "start": "ridge", "start_rank": 12, "tap_norm": False}),
 }
 """Kinds of drafters that have a packed form on a target whose heads are 16 wide."""
@@ -254,6 +260,32 @@ def changed(drafter: dflash.DrafterImpl, how: str, kernels: Kernels) -> dflash.D
     return drafter
 
 
+@pytest.mark.parametrize(
+    ("kind", "folds"),
+    [("dels", False), ("dels-folded", True), ("dels-hyflash", True), ("dels-silu", True), ("dels-schedule", False),
+     ("dels-bigram", False)],
+)  # fmt: skip
+def test_a_short_expert_of_one_weight_is_in_the_pass_of_the_kernels(
+    kind: str, folds: bool, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an expert that decides and a counted unigram; where it folds, no step of it is left to torch."""
+    plain, packed = pair(kind, target)
+    batch = random_batch(plain, LENGTHS)
+    anchors = anchors_of(batch)
+    silent = drafts(ask(plain, filled(plain, batch, UPTO), range(4), anchors))
+    for drafter in (plain, packed):
+        assert isinstance(drafter, dels.DrafterImpl)
+        drafter.expert.up.data.mul_(20.0)
+        drafter.set_label_counts(torch.arange(target.info.vocab_size) ** 2)
+        assert drafter.packed is None
+    assert packed.use_kernels(target.kernels("float32"))
+    want = ask(plain, filled(plain, batch, UPTO), range(4), anchors)
+    assert drafts(want) != silent
+    if folds:
+        monkeypatch.setattr(dels.LocalExpert, "forward", None)
+    assert_same_proposal(ask(packed, filled(packed, batch, UPTO), range(4), anchors), want)
+
+
 @pytest.mark.parametrize("how", ["load", "move", "copy", "train", "step", "start"])
 def test_weights_that_may_have_changed_are_not_served_packed(how: str, target: Any) -> None:
     kernels = target.kernels("float32")
@@ -287,7 +319,9 @@ def test_a_new_draft_vocabulary_reaches_the_packed_head(target: Any) -> None:
 # --------------------------------------------------------------------------------------------- exactness
 
 
-@pytest.mark.parametrize("kind", ["hyflash-all-parts", "hyflash-reduced", "dflash", "dcoco-memory", "lookup+hyflash"])
+@pytest.mark.parametrize(
+    "kind", ["hyflash-all-parts", "hyflash-reduced", "dflash", "dcoco-memory", "dels-folded", "lookup+hyflash"]
+)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_text_with_packed_drafters_is_that_of_plain_decoding(kind: str, batch: int, target: Any) -> None:
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"temperature": 0.5}, {}]

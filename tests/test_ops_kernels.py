@@ -271,7 +271,9 @@ class Draft:
         allowed = torch.ones(1, len(self.ids), dtype=torch.bool)
         head = ServingHead(hooks=hooks, ids=self.ids, parts=((self.weight, self.bias),), allowed=allowed)
         anchors = torch.tensor([self.anchor])
-        logits = head.corrected(hidden[None], anchors, self.gru, self.embed) if corrected else head.logits(hidden[None])
+        logits = head.logits(hidden[None])
+        if corrected:
+            logits, _ = head.chain(anchors, len(hidden), head.corrected(hidden[None], self.gru, self.embed))
         columns, (length,), probs, _ = pick_tokens(logits, (len(hidden),))
         return head.token_ids(columns)[0, :length].tolist(), probs[0, :length]
 

@@ -70,8 +70,8 @@ class ExampleSource(Protocol):
     def length(self, example_id: str) -> int:
         """Tokens of the example."""
 
-    def fetch(self, ids: Sequence[str]) -> list[Example]:
-        """The examples in the order asked."""
+    def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
+        """The examples in the order asked; without `features` they have no taps, and no target runs for them."""
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
         """How often each token is a label in these examples: (vocab_size,) int64."""
@@ -162,6 +162,11 @@ def _example(answer: Answer, features: Tensor) -> Example:
     )
 
 
+def no_features(num_tokens: int, info: SourceInfo) -> Tensor:
+    """Features (T, 0, D) of a text whose features nobody reads."""
+    return torch.zeros(num_tokens, 0, info.hidden_size, dtype=torch.float16)
+
+
 def data_hash(answers: Iterable[Answer]) -> str:
     """SHA-256 over ids and tokens of the answers, whatever their order."""
     digest = hashlib.sha256()
@@ -209,9 +214,11 @@ class LiveSource:
         """Tokens of the example."""
         return self._answers[example_id].num_tokens
 
-    def fetch(self, ids: Sequence[str]) -> list[Example]:
+    def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
         """Capture these examples now."""
         chosen = [self._answers[i] for i in ids]
+        if not features:
+            return [_example(a, no_features(a.num_tokens, self.info)) for a in chosen]
         return list(capture(self._target, chosen, taps=self._taps, batch_tokens=self._batch_tokens))
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:

@@ -23,7 +23,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hyflash.data.answers import Answer
-from hyflash.data.capture import Example, SourceInfo, capture, check_fit, check_own_answers, source_info
+from hyflash.data.capture import (
+    Example,
+    SourceInfo,
+    capture,
+    check_fit,
+    check_own_answers,
+    no_features,
+    source_info,
+)
 from hyflash.data.disk import clear_disk_errors, read_json, recover, write_atomic, write_json
 from hyflash.errors import UserError
 from hyflash.targets.base import Target
@@ -249,11 +257,11 @@ class ShardReader:
         """Tokens of the example."""
         return self._places[example_id].length
 
-    def fetch(self, ids: Sequence[str]) -> list[Example]:
+    def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
         """Read these examples from disk."""
-        return [self._read(i) for i in ids]
+        return [self._read(i, features=features) for i in ids]
 
-    def _read(self, example_id: str) -> Example:
+    def _read(self, example_id: str, *, features: bool) -> Example:
         place = self._places[example_id]
         rows = slice(place.first, place.first + place.length)
         file = self._files[place.shard]
@@ -262,7 +270,7 @@ class ShardReader:
             domain=place.domain,
             tokens=file.get_slice("tokens")[rows].long(),
             prompt_len=place.prompt_len,
-            features=file.get_slice("features")[rows],
+            features=file.get_slice("features")[rows] if features else no_features(place.length, self.info),
             loss_mask=file.get_slice("loss_mask")[rows].bool(),
             loop_mask=file.get_slice("loop_mask")[rows].bool(),
         )

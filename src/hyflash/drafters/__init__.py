@@ -21,6 +21,7 @@ _NOT_METHODS = {
     "objective",
     "packed_drafter",
     "late",
+    "local_expert",
     "packing",
     "selecting",
     "selector",

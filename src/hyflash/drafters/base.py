@@ -146,6 +146,20 @@ class Drafter(nn.Module, ABC):
         """Set the static part (n,) of a reduced draft vocabulary before training, where the method has one."""
         raise HyflashError(f"{type(self).__module__} has no reduced draft vocabulary.")
 
+    @property
+    def trains_on_text(self) -> bool:
+        """Whether training needs tokens alone: `forward` then takes batches without features as well."""
+        return False
+
+    @property
+    def counts_labels(self) -> bool:
+        """Whether `set_label_counts` is still wanted before training."""
+        return False
+
+    def set_label_counts(self, counts: Tensor) -> None:
+        """Take how often each token is a label, (V,) int64, before training, where the method wants it."""
+        raise HyflashError(f"{type(self).__module__} does not count labels.")
+
 
 def to_proposal(tokens: Tensor, lengths: Sequence[int], probs: Tensor, num_nonfinite: int) -> Proposal:
     """A proposal from tokens and confidences (B, L), the first `lengths[b]` of each row."""

@@ -19,9 +19,9 @@ from hyflash.drafters.base import DrafterConfig, State, pick_tokens, to_proposal
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
-from hyflash.drafters.objective import PLAIN, HeadTraining, Reduced, at_positions, block_loss
+from hyflash.drafters.objective import PLAIN, HeadTraining, Reduced, at_positions, block_labels, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
-from hyflash.drafters.vocab import ReducedHead, ServingHead
+from hyflash.drafters.vocab import ReducedHead, ServingHead, Step
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import GRUCorrection, LayerContext
 from hyflash.ops.kernels import HEAD_STEP, Kernels
@@ -75,16 +75,11 @@ class DrafterImpl(BlockModel):
             )
         x = self._slot_inputs(batch.tokens.gather(1, anchors), self._before(taps, anchors))
         hidden = self._run(x, contexts)
-        ahead = anchors[..., None] + torch.arange(1 + self.config.num_draft_tokens, device=anchors.device)
-        tokens = at_positions(batch.tokens, ahead.clamp(max=num_tokens - 1))  # (B, A, 1 + L)
+        tokens, mask = block_labels(batch, self.config.num_draft_tokens)
         if self.correction is not None:
             previous = self._embed(tokens[..., :-1]).flatten(0, 1)
             state = previous.new_zeros(len(previous), self.correction.state_width)
             hidden = self.correction(hidden.flatten(0, 1), previous, state)[0].view_as(hidden)
-        exists = (ahead < batch.lengths[:, None, None]) & batch.anchor_mask[..., None]
-        wanted = at_positions(batch.loss_mask, ahead.clamp(max=num_tokens - 1)) & exists
-        # A position after a gap is never reached in decoding, so it is not a label either.
-        mask = wanted[..., 1:].long().cumprod(-1).bool()
         return DraftOutput(hidden=hidden, labels=tokens[..., 1:], mask=mask)
 
     def _before(self, taps: Tensor, anchors: Tensor) -> Tensor:
@@ -172,7 +167,7 @@ class DrafterImpl(BlockModel):
             tap_norm=self.tap_norm,
             hidden_norm=self.hidden_norm,
             ridge=self.ridge,
-            gru=self.correction if isinstance(self.correction, GRUCorrection) else None,
+            gru=self._packed_gru(),
             norm=self.norm,
             mask=None if self.ridge is not None else self._embed(torch.tensor(self.config.mask_token_id)),
             num_slots=self.config.num_slots,
@@ -180,8 +175,16 @@ class DrafterImpl(BlockModel):
             hooks=self.hooks,
         )
         if self._head_packs():
-            packed.take_head(self._reduced_head())
+            packed.take_head(self._packed_head())
         return packed
+
+    def _packed_gru(self) -> GRUCorrection | None:
+        """The correction in the kernels' own pass."""
+        return self.correction if isinstance(self.correction, GRUCorrection) else None
+
+    def _packed_head(self) -> ReducedHead:
+        """The head of the kernels' own pass."""
+        return self._reduced_head()
 
     def _memory_parts(self, layer: int) -> MemoryParts | None:
         """Memory of a layer; DFlash has none."""
@@ -264,7 +267,7 @@ class DrafterImpl(BlockModel):
         if depth == 0:
             return Proposal([Draft()] * len(wanted))
         if self.packed is not None and self._head_packs():
-            return self.packed.propose(own, request, wanted, reduced=self._reduced_head())
+            return self.packed.propose(own, request, wanted, reduced=self._packed_head())
         hidden = self.block_hidden(state, request)[:, :depth]
         tokens, lengths, probs, cut = self._choose(own, request, hidden, wanted)
         return to_proposal(tokens, lengths, probs, cut)
@@ -282,7 +285,14 @@ class DrafterImpl(BlockModel):
         """Logits (B, L, M) of hidden (B, L, D), and finite confidences (B, L); None: the tokens' own probabilities."""
         if self.correction is None:
             return head.logits(hidden), None
-        return head.corrected(hidden, anchors, self.correction, self._embed), None
+        return head.chain(anchors, hidden.shape[1], self._step(hidden, head))[0], None
+
+    def _step(self, hidden: Tensor, head: ServingHead) -> Step:
+        """The logits of hidden (B, L, D) with the in-block correction, if there is one, position after position."""
+        if self.correction is not None:
+            return head.corrected(hidden, self.correction, self._embed)
+        logits = head.logits(hidden)
+        return lambda k, _: logits[:, k]
 
     def _head_packs(self) -> bool:
         """Whether the kernels can do a whole pass: an embedding they can read, a reduced vocabulary, at most a GRU,

@@ -47,7 +47,7 @@ class DrafterImpl(LogitDrafter):
         """Build with fresh weights; the correction adds nothing yet. Raises UserError."""
         super().__init__(config, hooks)
         dim, width, rank = self.config.hidden_size, self.config.correction_width, self.config.correction_rank
-        self.state_width = width
+        self.state_width, self.latent_width = width, rank
         self.prefix_gru = nn.GRU(dim, width, bias=False, batch_first=True)
         self.embed_proj = nn.Sequential(
             init_linear(nn.Linear(dim + width, rank, bias=False)),

@@ -107,6 +107,7 @@ class DrafterImpl(LogitDrafter):
                 cfg.markov, vocab_size=hooks.info.vocab_size, dim=cfg.hidden_size, rank=cfg.correction_rank
             )
         self.state_width = cfg.correction_rank if cfg.markov == "rnn" else 0
+        self.latent_width = 0 if cfg.markov == "none" else cfg.correction_rank
         self.confidence_head: ConfidenceHead | None = None
         if cfg.confidence_head:
             self.confidence_head = ConfidenceHead(

@@ -64,6 +64,15 @@ class HyFlashConfig(DFlashConfig):
         )
 
 
+class BackboneConfig(HyFlashConfig):
+    """Options of drafters that put a head of their own on a block drafter: those of `hyflash`, a DFlash by default."""
+
+    window: int = Field(default=0, ge=0, description="committed tokens a block attends to; 0 all")
+    memory_core: Literal["none", "mean", "gla", "delta", "mamba2"] = Field(
+        default="none", description="recurrence of the memory: delta and a window make the backbone a HyFlash"
+    )
+
+
 class PrefixMemory(nn.Module):
     """One layer's memory: what is written from context features, and what slots read. No positions, no block writes."""
 
@@ -130,6 +139,16 @@ class DrafterImpl(dflash.DrafterImpl):
         return [layer.memory for layer in self._layers() if isinstance(layer.memory, PrefixMemory)]
 
     # --------------------------------------------------------------------------------------- training
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the backbone stays as it is and only a head on it learns."""
+        return not self.fc.weight.requires_grad
+
+    def train(self, mode: bool = True) -> Self:
+        """As usual; a frozen backbone keeps its whole window and memory, as in serving."""
+        super().train(mode)
+        return super().train(False) if mode and self.frozen else self
 
     def _train_windows(self, batch: TrainBatch) -> list[Tensor | None]:
         """Shrink the window of some sequences to W/4..W at random, so that the memory is needed."""

@@ -11,28 +11,23 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from hyflash.core import DraftCost, DraftOutput, TargetHooks, TrainBatch
 from hyflash.drafters import hyflash, zlab_heads
 from hyflash.drafters.base import DrafterConfig
-from hyflash.drafters.hyflash import HyFlashConfig
+from hyflash.drafters.hyflash import BackboneConfig
 from hyflash.drafters.objective import HeadTraining, tokens_before
-from hyflash.drafters.vocab import ServingHead
+from hyflash.drafters.vocab import ServingHead, Step
 from hyflash.errors import UserError
 
 
-class LogitConfig(HyFlashConfig):
-    """Options of drafters with a head in logit space: those of `hyflash`, with the defaults of a DFlash."""
+class LogitConfig(BackboneConfig):
+    """Options of drafters whose in-block dependence is a head in logit space."""
 
-    window: int = Field(default=0, ge=0, description="committed tokens a block attends to; 0 all")
-    memory_core: Literal["none", "mean", "gla", "delta", "mamba2"] = Field(
-        default="none", description="recurrence of the memory: delta and a window make the backbone a HyFlash"
-    )
     sample_from_anchor: bool = Field(
         default=True, description="the anchor's slot drafts the first token: one slot fewer for as many drafts"
     )
@@ -50,9 +45,10 @@ class LogitConfig(HyFlashConfig):
 class LogitDrafter(hyflash.DrafterImpl):
     """Trains and serves a head that `_latents` and `_logit_table` describe."""
 
-    config: LogitConfig
     state_width: int
     """Width of what the head carries from position to position."""
+    latent_width: int
+    """Width R of a latent and of the table's rows."""
 
     @classmethod
     def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,17 +107,20 @@ class LogitDrafter(hyflash.DrafterImpl):
     # ---------------------------------------------------------------------------------------- serving
 
     def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
-        base = head.logits(hidden).float()
-        state = hidden.new_zeros(len(hidden), self.state_width)
-        previous, steps = [anchors], []
-        for k in range(hidden.shape[1]):
-            latent, state = self._latents(hidden[:, k : k + 1], previous[k][:, None], state, k)
-            steps.append(base[:, k : k + 1] + head.addition(latent))
-            previous.append(head.token_ids(steps[k][:, 0].argmax(-1)))
-        confidence = self._confidence(hidden, torch.stack(previous[:-1], dim=1))
+        logits, previous = head.chain(anchors, hidden.shape[1], self._step(hidden, head))
+        confidence = self._confidence(hidden, previous)
         # One that is not finite counts as none at all.
-        stated = None if confidence is None else self._calibrated(confidence).nan_to_num(0.0)
-        return torch.cat(steps, dim=1), stated
+        return logits, None if confidence is None else self._calibrated(confidence).nan_to_num(0.0)
+
+    def _step(self, hidden: Tensor, head: ServingHead) -> Step:
+        base, state = super()._step(hidden, head), hidden.new_zeros(len(hidden), self.state_width)
+
+        def step(k: int, previous: Tensor) -> Tensor:
+            nonlocal state
+            latent, state = self._latents(hidden[:, k : k + 1], previous[:, None], state, k)
+            return base(k, previous).float() + head.addition(latent)[:, 0]
+
+        return step
 
     def _head_packs(self) -> bool:
         """The kernels run the layers; this head is computed on torch."""
@@ -129,10 +128,9 @@ class LogitDrafter(hyflash.DrafterImpl):
 
     def cost(self, context_tokens: int) -> DraftCost:
         """As the backbone's, and the head's weights and steps."""
-        base, cfg, table = super().cost(context_tokens), self.config, self._logit_table()
-        rows = cfg.draft_vocab_size or len(table)
-        copied = cfg.draft_vocab_size * table.shape[1] * table.itemsize
-        step = self._step_weights() + rows * table.shape[1]
+        base, cfg = super().cost(context_tokens), self.config
+        copied = cfg.draft_vocab_size * self.latent_width * self.fc.weight.itemsize
+        step = self._step_weights() + (cfg.draft_vocab_size or self.hooks.info.vocab_size) * self.latent_width
         return replace(
             base,
             weight_bytes=base.weight_bytes + copied,

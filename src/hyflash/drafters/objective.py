@@ -134,6 +134,18 @@ def training_head(hooks: TargetHooks, reduced: Reduced | None, labels: Tensor) -
     return TrainingHead(logits=partial(head_logits, weight=weight, bias=bias), labels=index, ids=ids)
 
 
+def block_labels(batch: TrainBatch, num_draft_tokens: int) -> tuple[Tensor, Tensor]:
+    """Token ids (B, A, 1 + L) from each anchor on, and which of the L after it are labels (B, A, L).
+
+    A position after a gap is never reached in decoding, so it is not a label either.
+    """
+    last = batch.tokens.shape[1] - 1
+    ahead = batch.anchors.clamp(0, last)[..., None] + torch.arange(1 + num_draft_tokens, device=batch.anchors.device)
+    exists = (ahead < batch.lengths[:, None, None]) & batch.anchor_mask[..., None]
+    wanted = at_positions(batch.loss_mask, ahead.clamp(max=last)) & exists
+    return at_positions(batch.tokens, ahead.clamp(max=last)), wanted[..., 1:].long().cumprod(-1).bool()
+
+
 def tokens_before(out: DraftOutput, batch: TrainBatch) -> Tensor:
     """Token ids (B, A, L) before each draft position: the anchor's, then the labels."""
     anchors = batch.tokens.gather(1, batch.anchors.clamp(0, batch.tokens.shape[1] - 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -19,20 +19,16 @@ from hyflash.core import DraftCost, DraftOutput, DraftRequest, LossTerms, Target
 from hyflash.drafters import hyflash
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.context import BlockState
-from hyflash.drafters.hyflash import HyFlashConfig
+from hyflash.drafters.hyflash import BackboneConfig
 from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, tokens_before, training_head
 from hyflash.drafters.selector import PairScorer, selection_losses, walk
 from hyflash.errors import UserError
 from hyflash.ops.losses import BestColumns, RowLosses, best_logprobs, candidate_losses
 
 
-class SelectingConfig(HyFlashConfig):
+class SelectingConfig(BackboneConfig):
     """Options of drafters with a selector, over those of `hyflash`."""
 
-    window: int = Field(default=0, ge=0, description="committed tokens a block attends to; 0 all")
-    memory_core: Literal["none", "mean", "gla", "delta", "mamba2"] = Field(
-        default="none", description="recurrence of a HyFlash memory; none is a DFlash"
-    )
     selector_top_k: int = Field(default=16, ge=1, description="candidates per slot")
     selector_loss_weight: float = Field(
         default=1.0, ge=0, description="weight of the selector's loss beside the backbone's; alone it needs none"
@@ -83,16 +79,6 @@ class SelectingDrafter(hyflash.DrafterImpl):
         return {name: tensor for name, tensor in own.items() if not name.startswith("correction.")}
 
     # --------------------------------------------------------------------------------------- training
-
-    @property
-    def frozen(self) -> bool:
-        """Whether the selector is trained alone, over a backbone that stays as it is."""
-        return not self.fc.weight.requires_grad
-
-    def train(self, mode: bool = True) -> Self:
-        """As usual; a frozen backbone keeps its whole window and memory, as in serving."""
-        super().train(mode)
-        return super().train(False) if mode and self.frozen else self
 
     def loss(self, out: DraftOutput, batch: TrainBatch) -> LossTerms:
         """Backbone loss + weighted selector loss over labelled positions; of a frozen backbone, the selector's alone.

@@ -8,6 +8,7 @@ A drafter's own low-rank addition to the logits is computed for the same ids.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from hyflash.layers import GRUCorrection, MarkovCorrection
 
 # Finite, so that a masked column is not taken for a fault of the drafter.
 HIDDEN_LOGIT = -1e30
+
+Step = Callable[[int, Tensor], Tensor]
+"""Logits (B, M) at draft position k, from 0, after the tokens (B,) chosen before it; asked for one after another."""
 
 
 class HeadRows:
@@ -39,6 +43,12 @@ class HeadRows:
         self.hooks = hooks
         self.scale = 1.0 if abs(scale - 1.0) < 0.02 else scale  # a soft-cap and rounding bend it a little
         self.bias = bias if bool(bias.any()) else None
+
+    def with_bias(self, more: Tensor) -> HeadRows:
+        """The same rows with a bias (V,) on top."""
+        out = copy.copy(self)
+        out.bias = more if self.bias is None else self.bias + more
+        return out
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight (n, D) and bias (n,) or None of token ids (n,)."""
@@ -85,20 +95,25 @@ class ServingHead:
         return columns if self.ids is None else self.ids[columns]
 
     def corrected(
-        self,
-        hidden: Tensor,
-        anchors: Tensor,
-        correction: MarkovCorrection | GRUCorrection,
-        embed: Callable[[Tensor], Tensor],
-    ) -> Tensor:
-        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it."""
+        self, hidden: Tensor, correction: MarkovCorrection | GRUCorrection, embed: Callable[[Tensor], Tensor]
+    ) -> Step:
+        """Logits of hidden (B, L, D), each position's corrected by the tokens before it."""
         state = hidden.new_zeros(len(hidden), correction.state_width)
-        previous, steps = anchors, []
-        for k in range(hidden.shape[1]):
+
+        def step(k: int, previous: Tensor) -> Tensor:
+            nonlocal state
             fixed, state = correction(hidden[:, k : k + 1], embed(previous)[:, None], state)
-            steps.append(self.logits(fixed))
-            previous = self.token_ids(steps[-1][:, 0].argmax(-1))
-        return torch.cat(steps, dim=1)
+            return self.logits(fixed)[:, 0]
+
+        return step
+
+    def chain(self, anchors: Tensor, num_tokens: int, step: Step) -> tuple[Tensor, Tensor]:
+        """Logits (B, L, M) of greedy choices, position after position, and the token ids (B, L) before each."""
+        previous, logits = [anchors], []
+        for k in range(num_tokens):
+            logits.append(step(k, previous[k]))
+            previous.append(self.token_ids(logits[k].argmax(-1)))
+        return torch.stack(logits, dim=1), torch.stack(previous[:-1], dim=1)
 
 
 class ReducedHead:

@@ -44,9 +44,10 @@ class TapSelection:
         """Tokens of the example."""
         return self._source.length(example_id)
 
-    def fetch(self, ids: Sequence[str]) -> list[Example]:
+    def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
         """The examples with the chosen taps."""
-        return [replace(e, features=e.features[:, self._places]) for e in self._source.fetch(ids)]
+        examples = self._source.fetch(ids, features=features)
+        return [replace(e, features=e.features[:, self._places]) for e in examples] if features else examples
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
         """As the source's."""
@@ -80,12 +81,15 @@ def epoch_batches(
 
 
 class BatchStream:
-    """Endless training batches; (`epoch`, `index`) is the next one's place."""
+    """Endless training batches; (`epoch`, `index`) is the next one's place. Without `features` they have no taps."""
 
-    def __init__(self, source: ExampleSource, ids: Sequence[str], options: DataTable, *, seed: int) -> None:
+    def __init__(
+        self, source: ExampleSource, ids: Sequence[str], options: DataTable, *, seed: int, features: bool = True
+    ) -> None:
         if not ids:
             raise UserError("no example is left to train on; add data or lower data.held_out.")
         self._source, self._ids, self._options, self._seed = source, list(ids), options, seed
+        self._features = features
         self._lengths = [source.length(i) for i in self._ids]
         self.epoch = 0
         self.index = 0
@@ -101,7 +105,7 @@ class BatchStream:
         if self.index == len(self._plan):
             self.seek(self.epoch + 1, 0)
         chosen = self._plan[self.index]
-        batch = build_batch(self._source.fetch(chosen), self._options, seed=self._seed, epoch=self.epoch)
+        batch = build_batch(self._fetch(chosen), self._options, seed=self._seed, epoch=self.epoch)
         self.index += 1
         return batch
 
@@ -113,9 +117,12 @@ class BatchStream:
         for chosen in self._plan_epoch(0):
             if total >= max_tokens:
                 break
-            batches.append(build_batch(self._source.fetch(chosen), options, seed=self._seed, epoch=0))
+            batches.append(build_batch(self._fetch(chosen), options, seed=self._seed, epoch=0))
             total += int(batches[-1].lengths.sum())
         return batches
+
+    def _fetch(self, ids: Sequence[str]) -> list[Example]:
+        return self._source.fetch(ids, features=self._features)
 
     def _plan_epoch(self, epoch: int | None = None) -> list[list[str]]:
         return epoch_batches(

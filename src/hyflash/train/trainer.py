@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from hyflash import checkpoint
 from hyflash.core import LossTerms, TargetHooks, TrainBatch
@@ -76,7 +77,8 @@ def train(
     """Train with a loaded target; see `run`. `note` is said at the beginning."""
     torch.manual_seed(recipe.train.seed)
     drafter = make_drafter(recipe, target.hooks())
-    source = open_source(recipe, target, drafter.target_layer_ids)
+    text_only = drafter.trains_on_text and recipe.data.held_out == 0
+    source = open_source(recipe, target, () if text_only else drafter.target_layer_ids)
     with Reporter(quiet=quiet) as reporter:
         if note:
             reporter.note(note)
@@ -92,6 +94,8 @@ def make_drafter(recipe: Recipe, hooks: TargetHooks) -> Drafter:
     else:
         drafter = checkpoint.load(f"{recipe.drafter}:{recipe.init}", hooks, options=recipe.options)
     freeze(drafter, recipe.train.only)
+    if recipe.init is None and drafter.trains_on_text:
+        raise UserError(f"{recipe.drafter} would learn over random weights; expected init, the checkpoint beneath it.")
     return drafter.to(hooks.info.device).float().train()
 
 
@@ -137,7 +141,9 @@ class Trainer:
         self.parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.train_ids, self.eval_source, self.eval_ids = self._split()
-        self.stream = BatchStream(source, self.train_ids, recipe.data, seed=self.options.seed)
+        self.stream = BatchStream(
+            source, self.train_ids, recipe.data, seed=self.options.seed, features=not drafter.trains_on_text
+        )
         self.state = RunState(
             recipe=recipe.tables,
             target_fingerprint=target.info.fingerprint,
@@ -181,6 +187,8 @@ class Trainer:
         self.metrics.rewind(None)
         if self.recipe.init is None:
             self._prepare_drafter()
+        if self.drafter.counts_labels:
+            self.drafter.set_label_counts(self._label_counts())
         if not self.state.precision:
             self.state.precision = self._faster_precision()
         if self.options.eval_at_start:
@@ -191,7 +199,7 @@ class Trainer:
         wanted = self.drafter.config.model_dump()
         size = int(wanted.get("draft_vocab_size", 0))
         if size > 0:
-            counts = self.source.label_counts(self.train_ids, self.target.info.vocab_size)
+            counts = self._label_counts()
             ids = counts.sort(descending=True, stable=True).indices[:size].sort().values
             self.drafter.set_draft_vocab(ids.to(self.target.info.device))
             share = float(counts[ids].sum()) / max(1, int(counts.sum()))
@@ -204,6 +212,9 @@ class Trainer:
             text = "  ".join(f"{k} {v:,.4g}" for k, v in figures.items())
             self.reporter.note(f"closed-form start: {text}  ({time.perf_counter() - began:.1f} s)")
             self.metrics.append({"kind": "start", "step": 0, **figures})
+
+    def _label_counts(self) -> Tensor:
+        return self.source.label_counts(self.train_ids, self.target.info.vocab_size)
 
     def _faster_precision(self) -> Precision:
         """Time forward and backward both ways on the first batch; bfloat16 must be 5 % faster and finite."""
