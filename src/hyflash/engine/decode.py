@@ -282,7 +282,9 @@ class Engine:
         sources = [""] * len(running)
         if self.drafter is None or self._state is None:
             return False, drafts, sources
-        wanted = [self._length(p, len(running)) for p in running]
+        context_tokens = sum(p.position for p in running) // len(running)
+        limit = self.policy.begin_round(num_rows=len(running), context_tokens=context_tokens)
+        wanted = [self._length(p, len(running), limit) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen:
             return False, drafts, sources
@@ -303,25 +305,25 @@ class Engine:
             # A drafter with a larger vocabulary may propose what the target cannot say.
             good = next((n for n, t in enumerate(tokens) if not 0 <= t < vocab), len(tokens))
             drafts[i] = tuple(tokens[:good])
-            self.policy.hears(self._stats[running[i].request_id], good)
+            self.policy.hears(self._stats[running[i].request_id], num_asked=wanted[i], num_drafted=good)
             sources[i] = proposal.sources[at] if proposal.sources else type(self.drafter).__module__.rpartition(".")[2]
         return True, drafts, sources
 
-    def _length(self, p: Progress, num_rows: int) -> int:
-        """Draft tokens to ask for: the policy's choice within every limit."""
+    def _length(self, p: Progress, num_rows: int, limit: int) -> int:
+        """Draft tokens to ask for: the policy's choice within every limit, its own of the round included."""
         assert self.drafter is not None
-        most = min(self.drafter.max_draft_tokens, p.remaining - 1)
+        most = min(limit, self.drafter.max_draft_tokens, p.remaining - 1)
         if p.request.num_draft_tokens is not None:
             most = min(most, p.request.num_draft_tokens)
         if self.drafter.max_positions is not None:
             most = min(most, self.drafter.max_positions - p.position)
         if most <= 0:
             return 0
-        longest, priced = min(most, self.policy.max_draft_tokens), self._prices(num_rows) is not None
+        priced = self._prices(num_rows) is not None
         if priced and self.drafter.weighs_prices:
-            return longest if self.policy.asks(self._stats[p.request_id]) else 0
+            return most if self.policy.asks(self._stats[p.request_id]) else 0
         chosen = self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
-        return longest if chosen and priced else chosen
+        return most if chosen and priced else chosen
 
     def _prices(self, num_rows: int) -> Prices | None:
         """For drafters that cut what they draft by prices, as far as the policy knows these."""
