@@ -32,7 +32,8 @@ from hyflash.core import (
 from hyflash.drafters.base import Drafter, State, pad_rows
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
-from hyflash.engine.progress import Progress
+from hyflash.engine.offload import Offload, read_again
+from hyflash.engine.progress import Progress, check_request
 from hyflash.engine.verify import choices, num_best, verify
 from hyflash.errors import UserError
 from hyflash.sampling import is_plain_greedy
@@ -60,6 +61,7 @@ class Engine:
         exact: Exact = "auto",
         max_rows: int = 64,
         prefill_chunk: int = 512,
+        offload: Offload | None = None,
     ) -> None:
         if exact not in ("auto", "recheck", "off"):
             raise UserError(f"exact is {exact!r}; expected auto, recheck or off.")
@@ -83,6 +85,7 @@ class Engine:
         self._results: dict[int, Result] = {}
         self._next_id = 0
         self._late = LateCommits()
+        self._max_rows, self._offload = max_rows, offload
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -94,21 +97,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request and return its id. Raises UserError for one that cannot be served."""
         info = self.target.info
-        if not request.prompt_ids:
-            raise UserError("the prompt is empty; expected at least one token.")
-        bad = [t for t in request.prompt_ids if not 0 <= t < info.vocab_size]
-        if bad:
-            raise UserError(
-                f"prompt token {bad[0]} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})."
-            )
-        if len(request.prompt_ids) >= info.max_context:
-            raise UserError(
-                f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
-                "with at least one for the answer. Shorten the prompt."
-            )
-        for token in (*request.params.logit_bias, *request.params.stop_token_ids):
-            if not 0 <= token < info.vocab_size:
-                raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+        check_request(request, info)
         progress = Progress(
             self._next_id,
             request,
@@ -272,6 +261,8 @@ class Engine:
             width=len(rows.tokens),
             num_rows=len(running),
         )
+        if self._offload is not None and self._offload.after_round(drafted=asked):
+            self._state, self._late = None, LateCommits()
         return events
 
     # --------------------------------------------------------------------------------------- parts
@@ -280,17 +271,19 @@ class Engine:
         """Whether the drafter ran; draft tokens and their source for each request, empty where there are none."""
         drafts: list[tuple[int, ...]] = [NO_DRAFT] * len(running)
         sources = [""] * len(running)
-        if self.drafter is None or self._state is None:
+        if self.drafter is None:
             return False, drafts, sources
         context_tokens = sum(p.position for p in running) // len(running)
         limit = self.policy.begin_round(num_rows=len(running), context_tokens=context_tokens)
+        if self._offload is not None and not self._offload.may_draft():
+            limit = 0
         wanted = [self._length(p, len(running), limit) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
-        if not chosen:
+        if not chosen or (state := self._whole_state()) is None:
             return False, drafts, sources
         self._catch_up(running)
         proposal = self.drafter.propose(
-            self._state,
+            state,
             DraftRequest(
                 rows=tuple(running[i].row for i in chosen),
                 anchors=torch.tensor([running[i].anchor for i in chosen]),
@@ -405,7 +398,7 @@ class Engine:
         self, requests: list[Progress], kept: list[list[int]], features: Tensor | None, widths: tuple[int, ...]
     ) -> None:
         """Keep what was committed without drafts until the drafter needs it, or there is much of it."""
-        if self.drafter is None:
+        if self._state is None:
             return
         first, full = 0, []
         for p, ids, width in zip(requests, kept, widths, strict=True):
@@ -419,6 +412,17 @@ class Engine:
         late = self._late.take([p.row for p in requests])
         if late is not None and self.drafter is not None and self._state is not None:
             self.drafter.commit(self._state, late)
+
+    def _whole_state(self) -> State | None:
+        """The drafter's state; after its weights were away a new one that has read every text, None if they stay so."""
+        if self._state is not None or self._offload is None or self.drafter is None or not self._offload.bring_back():
+            return self._state
+        self._state = self.drafter.new_state(self._max_rows)
+        for p in self._active:
+            text = (*p.request.prompt_ids, *p.token_ids)[: p.num_prefilled + len(p.token_ids)]
+            for tokens, features in read_again(self.target, text, taps=self._taps, chunk=self._prefill_chunk):
+                self._commit([p], [tokens], features, (len(tokens),), verdict=None)
+        return self._state
 
     def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
         final = p.finish_reason is not None

@@ -6,6 +6,7 @@ adds to it, `core.Prices` for drafters that choose by them, and when a round wit
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 
@@ -49,11 +50,8 @@ class RoundCosts:
 
     def copy(self) -> RoundCosts:
         """As they are by now; followed apart from here on."""
-        other = RoundCosts(
-            dict(self._costs), max_draft_tokens=self._most, one_sec=self.one_sec, steadiness=self._steadiness
-        )
-        other.draft, other._stretch = self.draft, self._stretch
-        other._seen_plain, other._since_plain = self._seen_plain, self._since_plain
+        other = copy.copy(self)
+        other._rounds = {}
         return other
 
     @property
