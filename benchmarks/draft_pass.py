@@ -1,7 +1,7 @@
 """What a draft pass costs: `hyflash` with random weights, on torch and on the CPU kernels in turns.
 
 In: a target on the CPU kernels (default SmolLM2; `hyflash pull smollm2-135m` first) and context lengths. Out: one line
-a context (`--json`: one object with provenance), milliseconds of a proposal, of the commit of two tokens, and of both.
+a context (`--json`: one object with provenance), ms of a proposal, of the commit of a few tokens, and of both.
 Between two passes the target runs, as in decoding, so that weights come from memory and not from a cache (`--warm`
 leaves that out). The text is random, one token in 16 outside the static draft vocabulary: what a counted list misses.
 """
@@ -28,7 +28,6 @@ from hyflash.targets.base import Target
 from hyflash.targets.native import NativeTarget
 
 PIECE = 512  # tokens of a commit while the context is filled
-COMMITTED = 2
 VISIT = 10
 """Passes of a path before the other one has its turn."""
 
@@ -37,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-t", "--target", default=hub.DEFAULT_TARGET)
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 2048, 8192], help="committed tokens")
+    parser.add_argument("--committed", type=int, default=2, help="tokens of the commit (default 2)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--slots", type=int, default=8, help="slots of a block: the anchor and the draft tokens")
     parser.add_argument("--vocab", type=int, default=8192, help="static draft vocabulary")
@@ -112,7 +112,7 @@ def measure(
     """One result a path: medians and minima over passes that take turns."""
     states = {name: filled(drafter, context) for name, drafter in paths.items()}
     request = DraftRequest(rows=[0], anchors=[5], num_tokens=[options.slots - 1])
-    new = random_commit(paths["kernels"], COMMITTED, torch.Generator().manual_seed(2))
+    new = random_commit(paths["kernels"], options.committed, torch.Generator().manual_seed(2))
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in paths}
     many = torch.get_num_threads()
     while min(map(len, times.values())) < options.repeats:

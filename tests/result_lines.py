@@ -169,6 +169,18 @@ def draft_pass(**changes: Any) -> Line:
     return {"settings": {"target": "toy", "layers": 2}, "results": rows, "provenance": provenance(), **changes}
 
 
+def length_policies(**changes: Any) -> Line:
+    share = {"tokens_per_sec": 99.0, "over_best_fixed": 0.99, "over_best_of_phases": 0.98, "policy_us": 20.5}
+    row = {
+        "trace": "chat, batch 1",
+        "fixed_tokens_per_sec": [80.0, 100.0, 90.0],
+        "best_fixed": 1,
+        "best_of_phases_over_best_fixed": 1.0102,
+        "policies": {"nightjar": share, "adaptive": {**share, "over_best_fixed": 0.9504}},
+    }
+    return {"settings": {"target": "toy", "seeds": 3}, "results": [row], "provenance": provenance(), **changes}
+
+
 def perplexity(**changes: Any) -> Line:
     found = {"perplexity": {"ours": 12.34567, "llama_cpp": 12.35}, "per_cent_apart": 0.035, "texts": [{}, {}]}
     return {"model": "toy.gguf", **found, "provenance": provenance(), **changes}

@@ -199,9 +199,27 @@ def test_raw_skips_the_template(tiny: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_drafter_width_and_length_do_not_change_the_text(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = run_json(capsys, "generate", "-t", tiny, "-d", "none", "-n", "30", "--json", "la la la")
-    for more in (["--length", "fixed", "--num-draft-tokens", "3"], ["--length", "fixed"], ["--num-draft-tokens", "2"]):
+    for more in (
+        ["--length", "fixed", "--num-draft-tokens", "3"],
+        ["--length", "fixed"],
+        ["--num-draft-tokens", "2"],
+        ["--length", "nightjar"],
+        ["--length", "nightjar", "--num-draft-tokens", "1"],
+    ):
         got = run_json(capsys, "generate", "-t", tiny, "-d", "lookup", "-n", "30", "--json", *more, "la la la")
         assert got["token_ids"] == base["token_ids"]
+
+
+def test_offloading_a_drafter_without_weights_is_a_warning_not_silence(
+    tiny: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--length", "nightjar", "--offload-below", "1.5G"]
+    got = run_json(capsys, "generate", "-t", tiny, "-d", "lookup", "-n", "2", "--json", *more, "hi")
+    assert got["warnings"] == ["offloading does nothing: the drafter has no weights."]
+    with pytest.warns(UserWarning, match="no weights"):
+        hyflash.load(tiny, "lookup", length="nightjar", offload_below=10**9)
+    with pytest.raises(UserError, match="length nightjar"):
+        hyflash.load(tiny, "none", offload_below=10**9)
 
 
 def test_seed_without_sampling_is_a_warning_not_silence(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,6 +337,11 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["generate", "hi", "--compare", "-d", "none"], ["--compare", "none"]),
         (["generate", "hi", "--num-draft-tokens", "3", "-d", "none"], ["--num-draft-tokens", "none"]),
         (["generate", "hi", "--length", "fixed", "-d", "none"], ["--length", "none"]),
+        (["generate", "hi", "--length", "nightjr"], ["length", "Did you mean 'nightjar'"]),
+        (["generate", "hi", "--offload-below", "1G"], ["--offload-below", "--length nightjar", "adaptive"]),
+        (["chat", "--length", "nightjar", "--offload-below", "much"], ["--offload-below", "'much'", "500M"]),
+        (["chat", "--length", "nightjar", "--offload-below", "0M"], ["--offload-below", "'0M'"]),
+        (["generate", "hi", "--length", "nightjar", "--offload-below", "infG"], ["--offload-below", "'infG'"]),
         (["generate", "hi", "-t", "~nobody-of-that-name/m"], ["no such home directory"]),
         (["generate", "hi", "-t", ""], ["target", "no name"]),
         (["generate", "hi", "-t", "smollm2-135"], ["smollm2-135", "Did you mean 'smollm2-135m'"]),
@@ -333,6 +356,7 @@ def test_python_load_gives_the_same_tokens_as_the_command(tiny: str, capsys: pyt
         (["bench", "-d", "lookup", "--costs"], ["--costs", "--drafter"]),
         (["bench", "--costs", "-n", "128", "--seed", "0"], ["--costs", "--max-tokens, --seed"]),
         (["bench", "-d", "lookup", "--acceptance-only", "--length", "adaptive"], ["adaptive"]),
+        (["bench", "-d", "lookup", "--acceptance-only", "--length", "nightjar"], ["--length nightjar"]),
         (["bench", "-d", "lookup", "--out", "/no/such/dir/file"], ["/no/such/dir/file"]),
         (["doctor", "-d", "none"], ["none"]),
         (["pull", "smollm3"], ["Did you mean 'smollm2-135m'"]),

@@ -29,6 +29,7 @@ EVERY_KIND: dict[str, Any] = {
     "exactness": made.sweep(),
     "exactness of one target": made.sweep(family=None),
     "draft pass": made.draft_pass(),
+    "length policies": made.length_policies(),
     "perplexity": made.perplexity(),
 }
 
@@ -119,6 +120,20 @@ def test_our_own_acceptance_stands_in_the_table_and_lookup_once() -> None:
             assert cells[f"{row['domain']}: tau [95 %]"] == f"{row['tau']:.3f} [{low:.2f}, {high:.2f}]"
             assert cells[f"{row['domain']}: loop-free"] == f"{row['tau_loop_free']:.3f}"
     assert [c["runs"] for c in got if c["drafter"] == "lookup"] == ["1, 2, 3"]
+
+
+def test_length_policies_are_held_against_the_best_fixed_length(tmp_path: Path) -> None:
+    got = as_dicts(tables(report_of(tmp_path, made.length_policies()), "lengths")["Length policies, per cent"])
+    assert got == [
+        {
+            "trace": "chat, batch 1",
+            "best": "1",
+            "tokens/s": "100.0",
+            "phases": "+1.0",
+            "nightjar": "-1.0",
+            "adaptive": "-5.0",
+        }
+    ]
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)

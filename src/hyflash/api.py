@@ -5,6 +5,7 @@ In: what `-t` and `-d` name. Out: a `Session` (engine, tokenizer, target, drafte
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,6 +18,8 @@ from hyflash.core import DRAFT_WEIGHTS, TargetHooks, TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine, Exact
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
+from hyflash.engine.nightjar import NightjarLength
+from hyflash.engine.offload import Offload, unfit
 from hyflash.errors import UserError, nearest
 from hyflash.options import parse_assignment
 from hyflash.targets import choose
@@ -24,7 +27,7 @@ from hyflash.targets.base import Target
 from hyflash.text import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 5
-LENGTHS = ("adaptive", "fixed")
+LENGTHS = ("adaptive", "nightjar", "fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,26 +58,32 @@ def load(
     num_draft_tokens: int | None = None,
     exact: str = "auto",
     max_rows: int = 64,
+    offload_below: int | None = None,
 ) -> Engine:
     """An engine for a target and a drafter, as the command line would make it.
 
     `drafter` None is the default one of the target, "none" is plain decoding; `options` are `key=value` for a
-    drafter given by its bare name; `backend` to `num_threads` as in `core.TargetOptions`. Raises UserError on anything
-    that does not fit.
+    drafter given by its bare name; `backend` to `num_threads` as in `core.TargetOptions`; `offload_below` bytes of free
+    memory let go of the drafter's weights (docs/length.md). Raises UserError on anything that does not fit.
     """
     how = TargetOptions(
         backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=num_threads
     )
     loaded = load_target(target, how)
     spec = hub.default_drafter(target) if drafter is None else drafter
-    return make_engine(
+    made = load_drafter(spec, loaded, options=options)
+    engine = make_engine(
         loaded,
-        load_drafter(spec, loaded, options=options),
+        made,
         length=length,
         num_draft_tokens=num_draft_tokens,
         exact=exact,
         max_rows=max_rows,
+        offload_below=offload_below,
     )
+    for text in offload_warnings(made, offload_below):
+        warnings.warn(text, stacklevel=2)
+    return engine
 
 
 def load_target(spec: str, options: TargetOptions | None = None, *, report: hub.Progress | None = None) -> LoadedTarget:
@@ -141,7 +150,7 @@ def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None =
 def make_policy(
     target: LoadedTarget, drafter: Drafter | None, *, length: str, num_draft_tokens: int | None
 ) -> LengthPolicy:
-    """The length policy; the adaptive one measures this machine once (cached). Raises UserError."""
+    """The length policy; all but the fixed one measure this machine once (cached). Raises UserError."""
     if length not in LENGTHS:
         raise UserError(f"length is {length!r}; expected {' or '.join(LENGTHS)}.{nearest(length, LENGTHS)}")
     if num_draft_tokens is not None and num_draft_tokens < 1:
@@ -155,7 +164,14 @@ def make_policy(
         return FixedLength(num_draft_tokens or min(DEFAULT_DRAFT_TOKENS, most))
     table = costs.measured(target.model)
     longest = num_draft_tokens or min(max(table.seconds) - 1, most)
-    return AdaptiveLength(table.relative, max_draft_tokens=longest, one_sec=table.seconds[1])
+    kind = NightjarLength if length == "nightjar" else AdaptiveLength
+    return kind(table.relative, max_draft_tokens=longest, one_sec=table.seconds[1])
+
+
+def offload_warnings(drafter: Drafter | None, offload_below: int | None) -> list[str]:
+    """Why the weights of this drafter stay in memory although they were to leave it when that is short."""
+    reason = unfit(drafter) if offload_below is not None else ""
+    return [reason] if reason else []
 
 
 def make_engine(
@@ -166,8 +182,15 @@ def make_engine(
     num_draft_tokens: int | None = None,
     exact: str = "auto",
     max_rows: int = 64,
+    offload_below: int | None = None,
 ) -> Engine:
-    """An engine over a loaded target. Raises UserError."""
+    """An engine over a loaded target; see `offload_warnings` for `offload_below`. Raises UserError."""
+    offload = None
+    if offload_below is not None and length != "nightjar":
+        raise UserError(f"offload_below needs length nightjar, which pauses drafting as a whole; length is {length}.")
+    if offload_below is not None and drafter is not None and not unfit(drafter):
+        kernels = target.model.kernels(target.draft_weights) if target.draft_weights != "torch" else None
+        offload = Offload(drafter, low_bytes=offload_below, kernels=kernels)
     return Engine(
         target.model,
         drafter,
@@ -175,4 +198,5 @@ def make_engine(
         policy=make_policy(target, drafter, length=length, num_draft_tokens=num_draft_tokens),
         exact=cast(Exact, exact),  # the engine refuses other words
         max_rows=max_rows,
+        offload=offload,
     )

@@ -74,6 +74,14 @@ def load(spec: str, hooks: TargetHooks, *, options: Mapping[str, Any] | None = N
     return Composite(list(zip(names, parts, strict=True))).eval()
 
 
+def refill(drafter: Drafter) -> None:
+    """Read a loaded drafter's weights from its checkpoint again. Raises UserError where that is not what it was."""
+    path = drafter.loaded_from
+    if path is None:
+        raise UserError("the drafter was not loaded from a checkpoint, so there is nothing to read it from again.")
+    _fill(drafter, _weights_for(drafter, path), where=str(path), optional=())
+
+
 def read_card(directory: str | Path) -> dict[str, Any]:
     """The card of a checkpoint. Raises UserError if there is none."""
     return _read_json(hub.user_path(directory) / CARD, "a trained drafter has one")
@@ -182,9 +190,9 @@ def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafte
         raise UserError(f"{path} says what {', '.join(fixed)} must be; leave out what its own config has.")
     options = method.Config.parse({**(method.import_config(values) if upgrade else values), **given}, where=where)
     drafter = method(options, hooks)
-    weights = zlab_heads.without_copies(_read_weights(path), hooks, where=str(path))
-    weights = method.import_weights(weights, drafter.config)
-    _fill(drafter, weights, where=str(path), optional=method.optional_tensors if upgrade else ())
+    optional = method.optional_tensors if upgrade else ()
+    _fill(drafter, _weights_for(drafter, path), where=str(path), optional=optional)
+    drafter.loaded_from = None if upgrade else path
     return drafter
 
 
@@ -277,6 +285,12 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         except SafetensorError as err:
             raise UserError(f"{path / file}: is cut short or damaged ({err}); copy it again.") from err
     return out
+
+
+def _weights_for(drafter: Drafter, path: Path) -> Mapping[str, Tensor]:
+    """A checkpoint's tensors under the drafter's own names."""
+    weights = zlab_heads.without_copies(_read_weights(path), drafter.hooks, where=str(path))
+    return drafter.import_weights(weights, drafter.config)
 
 
 def _fill(drafter: Drafter, weights: Mapping[str, Tensor], *, where: str, optional: tuple[str, ...]) -> None:

@@ -47,7 +47,7 @@ def hardware() -> dict[str, Any]:
         "cpu": fields.get("model name") or platform.processor() or platform.machine(),
         "cpu_flags": [flag for flag in _CPU_FLAGS if flag in flags],
         "num_cores": cores,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": _memory_bytes("MemTotal"),
         "os": platform.platform(),
     }
 
@@ -149,9 +149,14 @@ def row_invariance() -> dict[str, Any]:
     return {"holds": worst == 0.0, "largest_difference": worst}
 
 
-def _memory_bytes() -> int | None:
+def free_memory_bytes() -> int | None:
+    """Memory that programs could have now without swapping; None where the system does not say."""
+    return _memory_bytes("MemAvailable")
+
+
+def _memory_bytes(field: str) -> int | None:
     for line in _read("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
 

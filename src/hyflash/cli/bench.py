@@ -53,7 +53,8 @@ def bench(
     length: Annotated[
         str | None,
         typer.Option(
-            metavar="adaptive|fixed", help="Draft length policy. Default: adaptive; fixed if acceptance only."
+            metavar="adaptive|nightjar|fixed",
+            help="Draft length policy. Default: adaptive; fixed if acceptance only.",
         ),
     ] = None,
     exact: flags.Exact = "auto",
@@ -103,7 +104,7 @@ def bench(
         drafter or [],
         of_runs=flags.given(ctx, without=_COSTS_OPTIONS) if costs else [],
         of_costs=[] if costs else [f"--{name}" for name in sorted(_COSTS_ONLY) if f"--{name}" in flags.given(ctx)],
-        adaptive_replay=acceptance_only and length == "adaptive",
+        replayed=length if acceptance_only else None,
     )
     if out is not None:
         _check_writable(out)
@@ -179,10 +180,10 @@ def _append(out: Path, table: dict[str, Any]) -> OSError | None:
     return None
 
 
-def _check(drafters: Sequence[str], *, of_runs: Sequence[str], of_costs: Sequence[str], adaptive_replay: bool) -> None:
+def _check(drafters: Sequence[str], *, of_runs: Sequence[str], of_costs: Sequence[str], replayed: str | None) -> None:
     """Refuse options that do not go together. Raises UserError."""
-    if adaptive_replay:
-        raise UserError("--acceptance-only replays at a fixed length; leave --length adaptive out.")
+    if replayed not in (None, "fixed"):
+        raise UserError(f"--acceptance-only replays at a fixed length; leave --length {replayed} out.")
     if of_costs:
         raise UserError(f"{', '.join(of_costs)} needs --costs.")
     if of_runs:

@@ -40,6 +40,7 @@ def chat(
     ignore_eos: flags.IgnoreEos = False,
     num_draft_tokens: flags.NumDraftTokens = None,
     length: flags.Length = "adaptive",
+    offload_below: flags.OffloadBelow = None,
     exact: flags.Exact = "auto",
     system: flags.System = None,
     thinking: flags.Thinking = None,
@@ -77,6 +78,7 @@ def chat(
         ignore_eos=ignore_eos,
     )
     flags.check_words(exact=exact, length=length)
+    low_bytes = flags.parse_bytes(offload_below, length=length)
     how = TargetOptions(
         backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=threads
     )
@@ -94,6 +96,7 @@ def chat(
         how=how,
         length=length,
         num_draft_tokens=num_draft_tokens,
+        offload_below=low_bytes,
         exact=exact,
         thinking=thinking,
         quiet=quiet,

@@ -45,9 +45,18 @@ Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repe
 StopTokenId = Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-sequence token.")]
 NumDraftTokens = Annotated[
-    int | None, typer.Option(help="Draft tokens per round: the count (fixed) or cap (adaptive).")
+    int | None, typer.Option(help="Draft tokens per round: the count (fixed) or cap (adaptive, nightjar).")
 ]
-Length = Annotated[str, typer.Option(metavar="adaptive|fixed", help="How the draft length is chosen each round.")]
+Length = Annotated[
+    str, typer.Option(metavar="adaptive|nightjar|fixed", help="How the draft length is chosen each round.")
+]
+OffloadBelow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="--length nightjar: let go of the drafter's weights, while it pauses, when less memory is free: 500M, 2G.",
+    ),
+]
 Exact = Annotated[
     str, typer.Option(metavar="auto|recheck|off", help="How text is kept equal to plain decoding; off may differ.")
 ]
@@ -86,7 +95,7 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress or summa
 
 
 EXACT = ("auto", "recheck", "off")
-LENGTHS = ("adaptive", "fixed")
+LENGTHS = ("adaptive", "nightjar", "fixed")
 
 
 def check_words(*, exact: str = "auto", length: str = "adaptive") -> None:
@@ -101,6 +110,23 @@ def check_drafting(drafter: str, *, num_draft_tokens: int | None, length: str) -
     for name, used in (("--num-draft-tokens", num_draft_tokens is not None), ("--length", length != "adaptive")):
         if drafter == "none" and used:
             raise UserError(f"{name} needs a drafter, and the drafter is none.")
+
+
+def parse_bytes(text: str | None, *, length: str) -> int | None:
+    """`--offload-below`: `500M` (500 MB) or `2G` in bytes, None for None. Raises UserError, also at another length."""
+    if text is None:
+        return None
+    if length != "nightjar":
+        raise UserError(f"--offload-below needs --length nightjar, which pauses drafting as a whole; it is {length}.")
+    raw = text.strip().upper()
+    unit = {"M": 10**6, "G": 10**9}.get(raw[-1:], 0)
+    try:
+        value = float(raw[:-1]) * unit
+    except ValueError:
+        value = 0.0
+    if not (math.isfinite(value) and value >= 1):
+        raise UserError(f"--offload-below {text!r} is not a size; expected something like 500M or 2G.")
+    return int(value)
 
 
 def sampling(

@@ -33,6 +33,7 @@ def open_session(
     how: TargetOptions,
     length: str,
     num_draft_tokens: int | None,
+    offload_below: int | None,
     exact: str,
     thinking: bool | None,
     quiet: bool,
@@ -44,10 +45,21 @@ def open_session(
     made = api.load_drafter(drafter, loaded, options=options)
     return Session(
         loaded=loaded,
-        engine=api.make_engine(loaded, made, length=length, num_draft_tokens=num_draft_tokens, exact=exact, max_rows=1),
+        engine=api.make_engine(
+            loaded,
+            made,
+            length=length,
+            num_draft_tokens=num_draft_tokens,
+            exact=exact,
+            max_rows=1,
+            offload_below=offload_below,
+        ),
         target=target,
         drafter=drafter,
-        warnings=api.drafter_warnings(drafter, loaded, thinking=thinking),
+        warnings=[
+            *api.drafter_warnings(drafter, loaded, thinking=thinking),
+            *api.offload_warnings(made, offload_below),
+        ],
     )
 
 

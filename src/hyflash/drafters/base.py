@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -82,6 +83,9 @@ class Drafter(nn.Module, ABC):
     """Most tokens one proposal can hold."""
     max_positions: int | None = None
     """Longest context (anchor position + drafts) it can serve; None is no limit. `propose` keeps to it as well."""
+
+    loaded_from: Path | None = None
+    """Directory of the checkpoint that every tensor is from; None for others."""
 
     def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
         super().__init__()

@@ -33,7 +33,8 @@ from hyflash.core import (
 from hyflash.drafters.base import Drafter, State
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
-from hyflash.engine.progress import Progress
+from hyflash.engine.offload import Offload, read_again
+from hyflash.engine.progress import Progress, check_request
 from hyflash.engine.verify import choices, num_best, verify
 from hyflash.errors import UserError
 from hyflash.targets.base import Exactness, Target
@@ -60,6 +61,7 @@ class Engine:
         exact: Exact = "auto",
         max_rows: int = 64,
         prefill_chunk: int = 512,
+        offload: Offload | None = None,
     ) -> None:
         if exact not in ("auto", "recheck", "off"):
             raise UserError(f"exact is {exact!r}; expected auto, recheck or off.")
@@ -84,6 +86,7 @@ class Engine:
         self._results: dict[int, Result] = {}
         self._next_id = 0
         self._late = LateCommits()
+        self._max_rows, self._offload = max_rows, offload
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -95,21 +98,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request and return its id. Raises UserError for one that cannot be served."""
         info = self.target.info
-        if not request.prompt_ids:
-            raise UserError("the prompt is empty; expected at least one token.")
-        bad = [t for t in request.prompt_ids if not 0 <= t < info.vocab_size]
-        if bad:
-            raise UserError(
-                f"prompt token {bad[0]} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})."
-            )
-        if len(request.prompt_ids) >= info.max_context:
-            raise UserError(
-                f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
-                "with at least one for the answer. Shorten the prompt."
-            )
-        for token in (*request.params.logit_bias, *request.params.stop_token_ids):
-            if not 0 <= token < info.vocab_size:
-                raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+        check_request(request, info)
         progress = Progress(
             self._next_id,
             request,
@@ -279,6 +268,8 @@ class Engine:
             width=len(rows.tokens),
             num_rows=len(running),
         )
+        if self._offload is not None and self._offload.after_round(drafted=asked):
+            self._state, self._late = None, LateCommits()
         return events
 
     # --------------------------------------------------------------------------------------- parts
@@ -286,16 +277,20 @@ class Engine:
     def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft]]:
         """Whether the drafter ran; a draft for each request, without tokens where there are none."""
         drafts = [NO_DRAFT] * len(running)
-        if self.drafter is None or self._state is None:
+        if self.drafter is None:
             return False, drafts
+        context_tokens = sum(p.position for p in running) // len(running)
+        limit = self.policy.begin_round(num_rows=len(running), context_tokens=context_tokens)
+        if self._offload is not None and not self._offload.may_draft():
+            limit = 0
         prices = self._prices(len(running))
-        wanted = [self._length(p, len(running), is_priced=prices is not None) for p in running]
+        wanted = [self._length(p, len(running), limit, is_priced=prices is not None) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
-        if not chosen:
+        if not chosen or (state := self._whole_state()) is None:
             return False, drafts
         self._catch_up(running)
         proposal = self.drafter.propose(
-            self._state,
+            state,
             DraftRequest(
                 rows=[running[i].row for i in chosen],
                 anchors=[running[i].anchor for i in chosen],
@@ -311,24 +306,24 @@ class Engine:
             if good < len(draft.tokens):
                 draft = draft._replace(tokens=draft.tokens[:good], confidence=draft.confidence[:good])
             drafts[i] = draft if draft.source else draft._replace(source=self._drafter_name)
-            self.policy.hears(self._stats[running[i].request_id], len(draft.tokens))
+            stats, num_drafted = self._stats[running[i].request_id], len(draft.tokens)
+            self.policy.hears(stats, num_asked=wanted[i], num_drafted=num_drafted)
         return True, drafts
 
-    def _length(self, p: Progress, num_rows: int, *, is_priced: bool) -> int:
-        """Draft tokens to ask for: the policy's choice within every limit."""
+    def _length(self, p: Progress, num_rows: int, limit: int, *, is_priced: bool) -> int:
+        """Draft tokens to ask for: the policy's choice within every limit, its own of the round included."""
         assert self.drafter is not None
-        most = min(self.drafter.max_draft_tokens, p.remaining - 1)
+        most = min(limit, self.drafter.max_draft_tokens, p.remaining - 1)
         if p.request.num_draft_tokens is not None:
             most = min(most, p.request.num_draft_tokens)
         if self.drafter.max_positions is not None:
             most = min(most, self.drafter.max_positions - p.position)
         if most <= 0:
             return 0
-        longest = min(most, self.policy.max_draft_tokens)
         if is_priced and self.drafter.weighs_prices:
-            return longest if self.policy.asks(self._stats[p.request_id]) else 0
+            return most if self.policy.asks(self._stats[p.request_id]) else 0
         chosen = self.policy.choose(self._stats[p.request_id], most=most, num_rows=num_rows)
-        return longest if chosen and is_priced else chosen
+        return most if chosen and is_priced else chosen
 
     def _prices(self, num_rows: int) -> Prices | None:
         """For drafters that cut what they draft by prices, as far as the policy knows these."""
@@ -403,7 +398,7 @@ class Engine:
         self, requests: list[Progress], kept: list[list[int]], features: Tensor | None, widths: tuple[int, ...]
     ) -> None:
         """Keep what was committed without drafts until the drafter needs it, or there is much of it."""
-        if self.drafter is None:
+        if self._state is None:
             return
         first, full = 0, []
         for p, ids, width in zip(requests, kept, widths, strict=True):
@@ -417,6 +412,17 @@ class Engine:
         late = self._late.take([p.row for p in requests])
         if late is not None and self.drafter is not None and self._state is not None:
             self.drafter.commit(self._state, late)
+
+    def _whole_state(self) -> State | None:
+        """The drafter's state; after its weights were away a new one that has read every text, None if they stay so."""
+        if self._state is not None or self._offload is None or self.drafter is None or not self._offload.bring_back():
+            return self._state
+        self._state = self.drafter.new_state(self._max_rows)
+        for p in self._active:
+            text = (*p.request.prompt_ids, *p.token_ids)[: p.num_prefilled + len(p.token_ids)]
+            for tokens, features in read_again(self.target, text, taps=self._taps, chunk=self._prefill_chunk):
+                self._commit([p], [tokens], features, (len(tokens),), verdict=None)
+        return self._state
 
     def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
         final = p.finish_reason is not None

@@ -9,9 +9,27 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hyflash.core import FinishReason, Request, Result, RoundTrace, TokenLogprob
+from hyflash.core import FinishReason, Request, Result, RoundTrace, TargetInfo, TokenLogprob
+from hyflash.errors import UserError
 from hyflash.sampling import is_plain_greedy
 from hyflash.text import TextStream, Tokenizer
+
+
+def check_request(request: Request, info: TargetInfo) -> None:
+    """Raises UserError for a request that this target cannot serve."""
+    if not request.prompt_ids:
+        raise UserError("the prompt is empty; expected at least one token.")
+    bad = [t for t in request.prompt_ids if not 0 <= t < info.vocab_size]
+    if bad:
+        raise UserError(f"prompt token {bad[0]} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+    if len(request.prompt_ids) >= info.max_context:
+        raise UserError(
+            f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
+            "with at least one for the answer. Shorten the prompt."
+        )
+    for token in (*request.params.logit_bias, *request.params.stop_token_ids):
+        if not 0 <= token < info.vocab_size:
+            raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
 
 
 class Progress:

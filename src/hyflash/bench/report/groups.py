@@ -133,7 +133,7 @@ def _how(line: Bench) -> str:
     """The settings that decide acceptance, in words."""
     settings = line.settings
     most, temperature = settings.get("num_draft_tokens"), settings.get("temperature")
-    draft = f"{most} draft tokens" if settings.get("length") == "fixed" else "adaptive draft length"
+    draft = f"{most} draft tokens" if settings.get("length") == "fixed" else f"{settings.get('length')} draft length"
     if settings.get("length") != "fixed" and most:
         draft += f" up to {most}"
     drawn = "greedy" if not temperature else f"temperature {temperature}, seed {settings.get('seed')}"

@@ -19,7 +19,7 @@ from hyflash.errors import UserError
 
 EXPECTED = (
     "expected lines of `hyflash bench --json` or `--out`, with or without --costs, or of a script in benchmarks/ "
-    "with --json (exactness_smol, exactness_sweep, draft_pass, perplexity)"
+    "with --json (exactness_smol, exactness_sweep, draft_pass, length_policies, perplexity)"
 )
 
 
@@ -242,6 +242,37 @@ class DraftPass(_Fields):
         return str(self.settings.get("target", "-"))
 
 
+class PolicyShare(_Fields):
+    """What one length policy reached on a trace."""
+
+    tokens_per_sec: float
+    over_best_fixed: float
+    over_best_of_phases: float
+    policy_us: float
+
+
+class LengthTrace(_Fields):
+    """One trace: fixed lengths by draft tokens, from 0 on, and the policies."""
+
+    trace: str
+    fixed_tokens_per_sec: Annotated[tuple[float, ...], Field(min_length=1)]
+    best_fixed: int
+    best_of_phases_over_best_fixed: float
+    policies: dict[str, PolicyShare]
+
+
+class LengthPolicies(_Fields):
+    """`benchmarks/length_policies.py`."""
+
+    settings: dict[str, Any]
+    results: Annotated[tuple[LengthTrace, ...], Field(min_length=1)]
+    provenance: Provenance
+
+    @property
+    def target(self) -> str:
+        return str(self.settings.get("target", "-"))
+
+
 class BothPerplexities(_Fields):
     """Over all texts."""
 
@@ -263,7 +294,7 @@ class Perplexity(_Fields):
         return self.model
 
 
-Line = Bench | Costs | Exactness | DraftPass | Perplexity
+Line = Bench | Costs | Exactness | DraftPass | LengthPolicies | Perplexity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,6 +386,8 @@ def _kind(value: dict[str, Any]) -> type[Line] | None:
     rows = value.get("results")
     if isinstance(rows, list) and rows and isinstance(rows[0], dict) and "pass_ms_median" in rows[0]:
         return DraftPass
+    if isinstance(rows, list) and rows and isinstance(rows[0], dict) and "best_fixed" in rows[0]:
+        return LengthPolicies
     return None
 
 

@@ -11,7 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import hyflash
-from hyflash.bench.report import acceptance, costs, exactness, groups, html, lines, markdown, plots, provenance, speed
+from hyflash.bench.report import (
+    acceptance,
+    costs,
+    exactness,
+    groups,
+    html,
+    lengths,
+    lines,
+    markdown,
+    plots,
+    provenance,
+    speed,
+)
 from hyflash.bench.report.lines import Run
 from hyflash.bench.report.page import MARK, Report
 from hyflash.errors import UserError
@@ -31,6 +43,7 @@ def gather(runs: Sequence[Run]) -> Report:
         speed.contexts(grouped),
         costs.costs(runs),
         costs.passes(runs),
+        lengths.section(runs),
         exactness.section(runs),
         costs.perplexities(runs),
         provenance.section(runs),

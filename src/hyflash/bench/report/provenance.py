@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from hyflash.bench.report.lines import Bench, Costs, DraftPass, Exactness, Perplexity, Provenance, Run
+from hyflash.bench.report.lines import Bench, Costs, DraftPass, Exactness, LengthPolicies, Perplexity, Provenance, Run
 from hyflash.bench.report.page import NONE, Block, Heading, Listing, Paragraph, Section, count, numbers, table
 
 _KINDS = {
@@ -18,6 +18,7 @@ _KINDS = {
     Costs: "costs",
     Exactness: "exactness",
     DraftPass: "draft pass",
+    LengthPolicies: "length policies",
     Perplexity: "perplexity",
 }
 _COMMIT_CHARS = 12
