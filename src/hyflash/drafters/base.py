@@ -26,7 +26,7 @@ from hyflash.core import (
     TargetHooks,
     TrainBatch,
 )
-from hyflash.errors import HyflashError
+from hyflash.errors import HyflashError, UserError
 from hyflash.ops.kernels import Kernels
 from hyflash.options import Options
 
@@ -76,6 +76,8 @@ class Drafter(nn.Module, ABC):
     """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
     cuts_by_prices: bool = False
     """Whether `propose` may cut what the length policy asked for, by `DraftRequest.prices` and its own confidence."""
+    samples: bool = False
+    """Whether `propose` can sample drafts for the rows with `DraftRequest.draws`."""
     calibrates: bool = False
     """Whether `calibrate` has something to fit."""
     max_draft_tokens: int = 0
@@ -145,6 +147,15 @@ class Drafter(nn.Module, ABC):
     def set_draft_vocab(self, ids: Tensor) -> None:
         """Set the static part (n,) of a reduced draft vocabulary before training, where the method has one."""
         raise HyflashError(f"{type(self).__module__} has no reduced draft vocabulary.")
+
+
+def check_samples(drafter: Drafter | None, name: str) -> None:
+    """Refuse `draft_sampling` without a drafter that can sample. Raises UserError."""
+    if drafter is None or not drafter.samples:
+        found = "there is none" if drafter is None else f"{name} cannot"
+        raise UserError(
+            f"draft_sampling needs a drafter that samples its drafts, as hyflash does; {found}. Leave it out."
+        )
 
 
 def to_proposal(tokens: Tensor, lengths: Sequence[int], probs: Tensor, num_nonfinite: int) -> Proposal:

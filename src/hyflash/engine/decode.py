@@ -20,6 +20,7 @@ from hyflash.core import (
     Commit,
     Draft,
     DraftRequest,
+    Draw,
     Event,
     Prices,
     Proposal,
@@ -27,15 +28,16 @@ from hyflash.core import (
     Result,
     RoundTrace,
     Rows,
+    SamplingParams,
     TargetOutput,
     Verdict,
 )
-from hyflash.drafters.base import Drafter, State
+from hyflash.drafters.base import Drafter, State, check_samples
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.progress import Progress
-from hyflash.engine.verify import choices, num_best, verify
-from hyflash.errors import UserError
+from hyflash.engine.verify import choices, num_best, verify, weigh
+from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
 
@@ -107,9 +109,7 @@ class Engine:
                 f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
                 "with at least one for the answer. Shorten the prompt."
             )
-        for token in (*request.params.logit_bias, *request.params.stop_token_ids):
-            if not 0 <= token < info.vocab_size:
-                raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+        self.check(request.params)
         progress = Progress(
             self._next_id,
             request,
@@ -120,6 +120,15 @@ class Engine:
         self._next_id += 1
         self._waiting.append(progress)
         return progress.request_id
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError for settings that this engine cannot honour."""
+        info = self.target.info
+        for token in (*params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < info.vocab_size:
+                raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
+        if params.draft_sampling:
+            check_samples(self.drafter, self._drafter_name)
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step, also during prefill; what it has committed stays in its result."""
@@ -230,7 +239,7 @@ class Engine:
     def _round(self, running: list[Progress]) -> list[Event]:
         """Propose, verify and commit once for every running request."""
         began = time.perf_counter()
-        asked, drafts = self._propose(running)
+        asked, drafts, probs = self._propose(running)
         drafted = time.perf_counter()
         blocks = [[p.anchor, *draft.tokens] for p, draft in zip(running, drafts, strict=True)]
         rows = Rows(
@@ -243,9 +252,9 @@ class Engine:
         out = self.target.forward(rows)
         verified = time.perf_counter()
         events, kept, accepted, first = [], [], [], 0
-        for p, draft, block in zip(running, drafts, blocks, strict=True):
+        for p, draft, spread, block in zip(running, drafts, probs, blocks, strict=True):
             before, num_drafted = len(p.token_ids), len(draft.tokens)
-            num_accepted, num_committed = self._verify(p, out, first, draft.tokens, width=len(rows.tokens))
+            num_accepted, num_committed = self._verify(p, out, first, draft.tokens, spread, width=len(rows.tokens))
             first += len(block)
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
@@ -280,17 +289,21 @@ class Engine:
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft]]:
-        """Whether the drafter ran; a draft for each request, without tokens where there are none."""
-        drafts = [NO_DRAFT] * len(running)
+    def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft], list[Tensor | None]]:
+        """Whether the drafter ran; a draft for each request, without tokens where there are none; and where drafts are
+        samples, their distributions (L, V)."""
+        drafts, probs = [NO_DRAFT] * len(running), list[Tensor | None]([None] * len(running))
         if self.drafter is None or self._state is None:
-            return False, drafts
+            return False, drafts, probs
         prices = self._prices(len(running))
         wanted = [self._length(p, len(running), is_priced=prices is not None) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen:
-            return False, drafts
+            return False, drafts, probs
         self._catch_up(running)
+        draws = [
+            Draw(running[i].params, running[i].position) if running[i].params.draft_sampling else None for i in chosen
+        ]
         proposal = self.drafter.propose(
             self._state,
             DraftRequest(
@@ -298,18 +311,23 @@ class Engine:
                 anchors=[running[i].anchor for i in chosen],
                 num_tokens=[wanted[i] for i in chosen],
                 prices=prices,
+                draws=draws if any(draws) else None,
             ),
         )
         self._count_nonfinite(proposal)
         vocab = self.target.info.vocab_size
-        for i, draft in zip(chosen, proposal.drafts, strict=True):
+        if proposal.probs is not None and proposal.probs.shape[2] != vocab:
+            raise HyflashError(f"drafts are samples of {proposal.probs.shape[2]} tokens; the target has {vocab}.")
+        for b, (i, draft) in enumerate(zip(chosen, proposal.drafts, strict=True)):
+            if proposal.probs is not None:
+                probs[i] = proposal.probs[b]
             # A drafter with a larger vocabulary may propose what the target cannot say.
             good = next((n for n, t in enumerate(draft.tokens[: wanted[i]]) if not 0 <= t < vocab), wanted[i])
             if good < len(draft.tokens):
                 draft = draft._replace(tokens=draft.tokens[:good], confidence=draft.confidence[:good])
             drafts[i] = draft if draft.source else draft._replace(source=self._drafter_name)
             self.policy.hears(self._stats[running[i].request_id], len(draft.tokens))
-        return True, drafts
+        return True, drafts, probs
 
     def _length(self, p: Progress, num_rows: int, *, is_priced: bool) -> int:
         """Draft tokens to ask for: the policy's choice within every limit."""
@@ -341,7 +359,7 @@ class Engine:
             self.counters["draft_nonfinite"] += proposal.num_nonfinite
 
     def _verify(
-        self, p: Progress, out: TargetOutput, first: int, drafts: Sequence[int], *, width: int
+        self, p: Progress, out: TargetOutput, first: int, drafts: Sequence[int], probs: Tensor | None, *, width: int
     ) -> tuple[int, int]:
         """Accepted and committed tokens of one request's block, whose rows begin at `first`."""
         is_alone = width == 1
@@ -360,10 +378,12 @@ class Engine:
             assert alone.logits is not None
             return alone.logits[0]
 
+        weighed = weigh(p, drafts, probs)
         outcome = verify(
             p,
-            choices(p, out, first, len(drafts) + 1, epsilon=self._epsilon),
+            choices(p, out, first, weighed, epsilon=self._epsilon),
             drafts,
+            weighed=weighed,
             epsilon=self._epsilon,
             recheck=None if is_alone else recheck,
             recheck_ties=self.exactness == "recheck",
