@@ -22,6 +22,7 @@ _NOT_METHODS = {
     "packed_drafter",
     "late",
     "packing",
+    "picking",
     "selecting",
     "selector",
     "vocab",

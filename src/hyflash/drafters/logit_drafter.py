@@ -22,6 +22,7 @@ from hyflash.drafters import hyflash, zlab_heads
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.hyflash import HyFlashConfig
 from hyflash.drafters.objective import HeadTraining, tokens_before
+from hyflash.drafters.picking import Picker
 from hyflash.drafters.vocab import ServingHead
 from hyflash.errors import UserError
 
@@ -80,7 +81,10 @@ class LogitDrafter(hyflash.DrafterImpl):
         """Weights that a position multiplies, the table's excepted."""
 
     def _confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Logits (N, L) of P(draft accepted), float32; None where the head states none."""
+        """Logits (N, L) of P(draft accepted), float32; None where the head states none.
+
+        Only from tokens before each position: what decides whether a sample is verified may not depend on it.
+        """
         return None
 
     def _calibrated(self, confidence: Tensor) -> Tensor:
@@ -110,14 +114,16 @@ class LogitDrafter(hyflash.DrafterImpl):
 
     # ---------------------------------------------------------------------------------------- serving
 
-    def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _draft(
+        self, hidden: Tensor, head: ServingHead, anchors: Tensor, picker: Picker
+    ) -> tuple[Tensor, Tensor | None]:
         base = head.logits(hidden).float()
         state = hidden.new_zeros(len(hidden), self.state_width)
         previous, steps = [anchors], []
         for k in range(hidden.shape[1]):
             latent, state = self._latents(hidden[:, k : k + 1], previous[k][:, None], state, k)
             steps.append(base[:, k : k + 1] + head.addition(latent))
-            previous.append(head.token_ids(steps[k][:, 0].argmax(-1)))
+            previous.append(head.token_ids(picker(steps[k][:, 0])))
         confidence = self._confidence(hidden, torch.stack(previous[:-1], dim=1))
         # One that is not finite counts as none at all.
         stated = None if confidence is None else self._calibrated(confidence).nan_to_num(0.0)

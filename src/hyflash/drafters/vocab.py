@@ -58,6 +58,11 @@ def full_head(hooks: TargetHooks, hidden: Tensor) -> Tensor:
     return hooks.head(hidden.to(hooks.head_rows(one).dtype))
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """First largest column (B,) of logits (B, M)."""
+    return logits.argmax(-1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingHead:
     """Head of one round for B rows."""
@@ -84,20 +89,26 @@ class ServingHead:
         """Token ids of logit columns."""
         return columns if self.ids is None else self.ids[columns]
 
+    def all_ids(self, logits: Tensor) -> Tensor:
+        """Token ids (M,) of all columns of logits (..., M)."""
+        return torch.arange(logits.shape[-1], device=logits.device) if self.ids is None else self.ids
+
     def corrected(
         self,
         hidden: Tensor,
         anchors: Tensor,
         correction: MarkovCorrection | GRUCorrection,
         embed: Callable[[Tensor], Tensor],
+        pick: Callable[[Tensor], Tensor] = likeliest,
     ) -> Tensor:
-        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it."""
+        """Logits (B, L, M), position after position: each correction sees the tokens chosen before it. `pick` chooses
+        columns (B,) of logits (B, M)."""
         state = hidden.new_zeros(len(hidden), correction.state_width)
         previous, steps = anchors, []
         for k in range(hidden.shape[1]):
             fixed, state = correction(hidden[:, k : k + 1], embed(previous)[:, None], state)
             steps.append(self.logits(fixed))
-            previous = self.token_ids(steps[-1][:, 0].argmax(-1))
+            previous = self.token_ids(pick(steps[-1][:, 0]))
         return torch.cat(steps, dim=1)
 
 
