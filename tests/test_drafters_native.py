@@ -24,7 +24,7 @@ from drafting import (
     tiny_drafter,
 )
 from families import text
-from hyflash.core import Commit, DraftRequest, Request, SamplingParams, TrainBatch
+from hyflash.core import Commit, DraftRequest, Draw, Request, SamplingParams, TrainBatch
 from hyflash.drafters import dels, dflash, packed_drafter
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.compose import Composite
@@ -117,6 +117,19 @@ def test_states_and_drafts_are_those_on_torch(kind: str, pieces: tuple[int, ...]
     for num in (1, 2, 99):
         assert_same_proposal(ask(packed, got, rows, anchors, num), ask(plain, want, rows, anchors, num))
     assert packed.cost(100) == plain.cost(100)
+
+
+def test_samples_are_of_the_distributions_of_torch(kind: str, target: Any) -> None:
+    plain, packed = (block(drafter) for drafter in pair(kind, target))
+    batch = random_batch(plain, LENGTHS)
+    draws = [Draw(SamplingParams(temperature=0.8, seed=row, draft_sampling=True), n + 1) for row, n in enumerate(UPTO)]
+    request = DraftRequest(rows=range(4), anchors=anchors_of(batch), num_tokens=[3, 1, 3, 2], draws=[None, *draws[1:]])
+    want, got = (drafter.propose(filled(drafter, batch, UPTO), request) for drafter in (plain, packed))
+    assert packed.packed is not None
+    assert drafts(got) == drafts(want)
+    assert got.probs is not None
+    torch.testing.assert_close(got.probs, want.probs, atol=1e-4, rtol=1e-2)
+    assert [len(row) for row in drafts(got)] == [3, 1, 3, 2]
 
 
 def test_a_proposal_leaves_the_state_as_it_was(kind: str, target: Any) -> None:

@@ -43,6 +43,9 @@ class SamplingParams:
     logprobs: int | None = None
     """Report the log-probability of each token and of this many top alternatives."""
     seed: int = 0
+    draft_sampling: bool = False
+    """Let the drafter sample its drafts: more are accepted at a high temperature. The text then has the target's
+    distribution, as ever, but is not the one that plain sampling gives with this seed: it depends on the drafter."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -69,6 +72,8 @@ class SamplingParams:
         check(real(self.frequency_penalty), "frequency_penalty", "a finite number")
         check(self.logprobs is None or (whole(self.logprobs) and 0 <= self.logprobs <= 20), "logprobs", "0 to 20")
         check(whole(self.seed) and 0 <= self.seed < 2**64, "seed", "a whole number from 0 to 2**64-1")
+        if self.draft_sampling and not self.temperature > 0:
+            raise UserError("draft_sampling needs a temperature above 0: greedy text has nothing to sample.")
         # A lone string would pass as the sequence of its characters.
         check(not isinstance(self.stop, str), "stop", "a tuple of strings")
         check(all(isinstance(s, str) and s for s in self.stop), "stop", "strings that are not empty")
@@ -335,6 +340,14 @@ class Prices:
     """Seconds of a forward of one token."""
 
 
+class Draw(NamedTuple):
+    """How a row's drafts are to be sampled: by the request's temperature, filters and seed."""
+
+    params: SamplingParams
+    position: int
+    """Absolute position of the first draft token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """Ask for up to `num_tokens[b]` tokens that follow `anchors[b]` in state row `rows[b]`."""
@@ -343,6 +356,7 @@ class DraftRequest:
     anchors: Sequence[int]  # B token ids
     num_tokens: Sequence[int]  # B, each >= 1
     prices: Prices | None = None  # None: propose what is most accepted, whatever it costs
+    draws: Sequence[Draw | None] | None = None  # B, rows that want samples; None: no row does
 
 
 class Proposal(NamedTuple):
@@ -351,7 +365,8 @@ class Proposal(NamedTuple):
     drafts: Sequence[Draft]
     """B"""
     probs: Tensor | None = None
-    """(B, L, V) exact proposal distribution; None = point mass."""
+    """(B, L, V) float64, the distribution each draft is a sample of, given those before it; None = all are certain. No
+    token may then be cut or kept by what it turned out to be, or its distribution is another one than stated."""
     num_nonfinite: int = 0
     """Rows cut short because the drafter produced NaN or infinity."""
 

@@ -3,6 +3,10 @@
 In: one row of logits, the request's parameters and the tokens so far. Out: the token at that absolute position.
 The draw inverts the distribution's cumulative sum (in vocabulary order) at one uniform number that is a function
 of (seed, position) alone, so a text depends on nothing but the target's distribution and the seed.
+
+With `draft_sampling` a draft is itself a sample, of the drafter's distribution q, and is accepted with chance
+min(1, p / q), where p is the target's; else the token is drawn from what p has above q. In all that is p (speculative
+sampling: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318), but no longer the same token for a seed.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hyflash.core import SamplingParams, TokenLogprob
+from hyflash.core import Draw, SamplingParams, TokenLogprob
 
 _LARGEST = torch.finfo(torch.float32).max
+ACCEPTING, DRAFTING = 1, 2
+"""Streams of uniform numbers beside that of the tokens, 0. Draft k of a block has DRAFTING + k: a position is drafted
+again in later rounds, and what an earlier round came to must say nothing about the new draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +38,19 @@ class Choice:
     logprob: TokenLogprob | None = None
 
 
-def uniform(seed: int, position: int) -> float:
-    """The uniform number in (0, 1) of one position: Philox keyed by seed and position, stable for ever."""
+class Proposed(NamedTuple):
+    """A draft token and the distribution (V,) it is a sample of; None where it was certain."""
+
+    token_id: int
+    probs: Tensor | None
+
+
+def uniform(seed: int, position: int, stream: int = 0) -> float:
+    """The uniform number in (0, 1) of one position: Philox keyed by seed and position, stable for ever. Streams, which
+    differ in the counter, are independent of one another."""
     key = np.array([seed, position], dtype=np.uint64)  # a list with a seed of 2**63 or more would become floats
-    bits = int(np.random.Philox(key=key).random_raw())
+    counter = np.array([0, stream, 0, 0], dtype=np.uint64)
+    bits = int(np.random.Philox(counter=counter, key=key).random_raw())
     return float(((bits >> 11) + 0.5) * 2.0**-53)
 
 
@@ -116,14 +133,26 @@ def choose(
     prompt: Sequence[int],
     generated: Sequence[int],
     banned: Sequence[int] = (),
+    draft: Proposed | None = None,
 ) -> Choice:
-    """The token at absolute `position` from logits (V,). NaN or infinity in the logits give `finite=False`."""
+    """The token at absolute `position` from logits (V,). NaN or infinity in the logits give `finite=False`.
+
+    A sampled request with a `draft` takes that or another token, together with the target's distribution. With
+    `draft_sampling` no seed promises a token, so the margin is infinite.
+    """
     if not bool(torch.isfinite(logits.max())):  # max() propagates NaN
         return Choice(token_id=0, margin=0.0, finite=False)
     adjusted = adjust(logits, params, prompt=prompt, generated=generated, banned=banned)
     if not bool(adjusted.max() > float("-inf")):
         return Choice(token_id=0, margin=0.0, finite=False)
-    token, margin = _draw(adjusted, params, position) if params.temperature > 0 else _argmax(adjusted)
+    if params.temperature == 0:
+        token, margin = _argmax(adjusted)
+    elif draft is None:
+        token, margin = _draw(adjusted, params, position)
+    else:
+        token, margin = _accept(adjusted, params, position, draft), float("inf")
+    if params.draft_sampling:
+        margin = float("inf")
     margin /= max(params.repetition_penalty, 1 / params.repetition_penalty)  # which widens every move of a logit
     logprob = _logprob(adjusted, params, token) if params.logprobs is not None else None
     return Choice(token_id=token, margin=margin, finite=True, logprob=logprob)
@@ -142,15 +171,49 @@ def _draw(logits: Tensor, params: SamplingParams, position: int) -> tuple[int, f
     than d / temperature. The thresholds of the filters count too.
     """
     warped, near = warp(logits, params)
-    ends = warped.softmax(-1).cumsum(-1)
+    number = uniform(params.seed, position)
+    token, ends = _invert(warped.softmax(-1), number)
     total = float(ends[-1])
-    at = uniform(params.seed, position) * total
-    token = int(torch.searchsorted(ends, at, right=True))
-    if token >= ends.shape[0]:  # rounding put `at` on the last end: the last token of the support is meant
-        token = int(warped.isfinite().nonzero()[-1])
+    at = number * total
     low, high = float(ends[token - 1]) if token else 0.0, float(ends[token])
     distance = min(at - low if low > 0 else float("inf"), high - at if high < total else float("inf"))
     return token, min(near, distance * params.temperature)
+
+
+def _invert(weights: Tensor, number: float) -> tuple[int, Tensor]:
+    """Token whose interval of the cumulative sum of weights (V,) holds the share `number`, and the intervals' ends.
+
+    A token without weight has an empty interval.
+    """
+    ends = weights.cumsum(-1)
+    token = int(torch.searchsorted(ends, number * float(ends[-1]), right=True))
+    if token >= ends.shape[0]:  # rounding put it on the last end: the last token of the support is meant
+        token = int(weights.nonzero()[-1])
+    return token, ends
+
+
+def _accept(logits: Tensor, params: SamplingParams, position: int, draft: Proposed) -> int:
+    """The draft with chance min(1, p / q), else a token of max(p - q, 0), in which the draft has no share."""
+    p, token = warp(logits, params)[0].softmax(-1), draft.token_id
+    if draft.probs is None:
+        q, rest = 1.0, p.clone()
+        rest[token] = 0.0
+    else:
+        q, rest = float(draft.probs[token]), (p - draft.probs.to(p)).clamp(min=0.0)
+    if uniform(params.seed, position, ACCEPTING) * q < float(p[token]):
+        return token
+    # Nothing is left where p and q differ by rounding only.
+    return _invert(rest if bool(rest.sum() > 0) else p, uniform(params.seed, position))[0]
+
+
+def sample(logits: Tensor, draw: Draw, index: int) -> tuple[int, Tensor]:
+    """Draft `index` of a block from a drafter's logits (V,), and the distribution (V,) float64 it is a sample of.
+
+    Temperature and filters are the request's, so that a good drafter's distribution is near the target's.
+    """
+    probs = warp(logits, draw.params)[0].softmax(-1)
+    number = uniform(draw.params.seed, draw.position + index, DRAFTING + index)
+    return _invert(probs, number)[0], probs
 
 
 def _logprob(adjusted: Tensor, params: SamplingParams, token: int) -> TokenLogprob:

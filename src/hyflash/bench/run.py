@@ -2,7 +2,9 @@
 
 In: a plain engine, engines with drafters, workloads. Out: one `Row` per drafter and workload. Every answer is
 compared token by token with the plain one; a speed exists only where all of them are equal. `acceptance_only`
-decodes plainly once and replays the drafters over the answers: the same tau, many times faster, no times.
+decodes plainly once and replays the drafters over the answers: the same tau, many times faster, no times. With
+`draft_sampling` texts are not to be equal: nothing is checked, speeds are those of different texts to the same prompts,
+and acceptance needs the target's distributions, so that drafters decode in earnest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from hyflash.bench.workloads import Workload
 from hyflash.core import Request, Result, Rows, SamplingParams
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine
+from hyflash.engine.length import FixedLength
 from hyflash.engine.replay import measure, record
 from hyflash.errors import HyflashError
 from hyflash.metrics import Acceptance, Interval, bootstrap_interval, difference_interval, quantile, summarize
@@ -52,7 +55,10 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One drafter on one workload. Times are None unless measured and exact."""
+    """One drafter on one workload. Times are None unless measured, and where an answer is not what it should be.
+
+    `exact` is None where answers were not to be compared: replays, and sampled drafts.
+    """
 
     drafter: str
     workload: Workload
@@ -108,8 +114,10 @@ def timed(
                     progress(done, total, workload.domain)
         for (name, engine), results in zip(drafted, answers[1:], strict=True):
             assert engine.drafter is not None
-            row = _row((name, engine.drafter), workload, results, answers[0], plain.target)
-            rows.append(_with_parts(row, engine) if row.exact else row)
+            row = _row(
+                (name, engine.drafter), workload, results, answers[0], plain.target, compared=not params.draft_sampling
+            )
+            rows.append(_with_parts(row, engine) if row.exact is not False else row)
     return rows
 
 
@@ -122,7 +130,10 @@ def acceptance_only(
     num_draft_tokens: int,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Acceptance at a fixed draft length from plain answers, decoded in one batch, and replays of each drafter."""
+    """Acceptance at a fixed draft length from plain answers, decoded in one batch, and replays of each drafter; with
+    `draft_sampling` from answers that each drafter's engine decodes."""
+    if params.draft_sampling:
+        return _sampled(plain, drafters, workloads, params, num_draft_tokens=num_draft_tokens, progress=progress)
     taps = tuple(sorted({tap for _, d in drafters for tap in d.target_layer_ids}))
     total = (1 + len(drafters)) * sum(len(w.prompts) for w in workloads)
     rows: list[Row] = []
@@ -142,6 +153,27 @@ def acceptance_only(
                     progress(done, total, f"{workload.domain} {name}")
         for named, results in zip(drafters, replays, strict=True):
             rows.append(_row(named, workload, results, None, plain.target))
+    return rows
+
+
+def _sampled(
+    plain: Engine,
+    drafters: Sequence[Named],
+    workloads: Sequence[Workload],
+    params: SamplingParams,
+    *,
+    num_draft_tokens: int,
+    progress: Progress | None,
+) -> list[Row]:
+    rows: list[Row] = []
+    for workload in workloads:
+        for named in drafters:
+            name, drafter = named
+            if progress:
+                progress(len(rows), len(workloads) * len(drafters), f"{workload.domain} {name}")
+            engine = Engine(plain.target, drafter, policy=FixedLength(num_draft_tokens))
+            results = engine.generate([Request(prompt_ids=p, params=params) for p in workload.prompts])
+            rows.append(_row(named, workload, [_checked(r) for r in results], None, plain.target))
     return rows
 
 
@@ -220,6 +252,7 @@ def _short(params: SamplingParams) -> SamplingParams:
 
 
 def _decode(engine: Engine, prompt: tuple[int, ...], params: SamplingParams) -> Result:
+    params = replace(params, draft_sampling=params.draft_sampling and engine.drafter is not None)
     return _checked(engine.generate([Request(prompt_ids=prompt, params=params)])[0])
 
 
@@ -244,10 +277,19 @@ def _groups(answers: Sequence[Result]) -> Iterator[list[Result]]:
         yield group
 
 
-def _row(named: Named, workload: Workload, results: list[Result], plains: list[Result] | None, target: Target) -> Row:
+def _row(
+    named: Named,
+    workload: Workload,
+    results: list[Result],
+    plains: list[Result] | None,
+    target: Target,
+    *,
+    compared: bool = True,
+) -> Row:
     name, drafter = named
-    forks = _forks(workload, results, plains, target) if plains is not None else ()
-    exact = None if plains is None else not forks
+    forks = _forks(workload, results, plains, target) if plains is not None and compared else ()
+    exact = None if plains is None or not compared else not forks
+    is_timed = plains is not None and not forks
     cost = drafter.cost(max(len(r.prompt_ids) + len(r.token_ids) for r in results))
     speeds = [r.tokens_per_sec for r in results]
     plain_speeds = [r.tokens_per_sec for r in plains or ()]
@@ -258,9 +300,9 @@ def _row(named: Named, workload: Workload, results: list[Result], plains: list[R
         interval=bootstrap_interval(results),
         exact=exact,
         forks=forks,
-        tokens_per_sec=_spread(speeds) if exact else None,
+        tokens_per_sec=_spread(speeds) if is_timed else None,
         plain_tokens_per_sec=_spread(plain_speeds) if plain_speeds else None,
-        speedup=_spread([a / b for a, b in zip(speeds, plain_speeds, strict=True) if b > 0]) if exact else None,
+        speedup=_spread([a / b for a, b in zip(speeds, plain_speeds, strict=True) if b > 0]) if is_timed else None,
         draft_ms_per_round=None,
         verify_ms_per_round=None,
         ttft_sec=quantile([r.ttft_sec for r in results], 0.5) if plains is not None else None,

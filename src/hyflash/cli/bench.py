@@ -49,6 +49,7 @@ def bench(
     ] = None,
     temperature: flags.Temperature = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of prompt choice, context filler and sampling.")] = 0,
+    draft_sampling: flags.DraftSampling = False,
     num_draft_tokens: flags.NumDraftTokens = None,
     length: Annotated[
         str | None,
@@ -113,7 +114,7 @@ def bench(
         _print(_costs(target, how, asked, quiet=quiet), None, out=out, json=json)
         return
     specs = drafter or [hub.default_drafter(target)]
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, draft_sampling=draft_sampling)
     contexts = [flags.parse_tokens(text) for text in context.split(",")] if context is not None else [None]
 
     from hyflash import api
@@ -251,11 +252,14 @@ def _compare(
     """Run and gather the JSON object of the contract."""
     from hyflash import api
     from hyflash.bench import run
+    from hyflash.drafters.base import check_samples
 
     made = []
     for spec in specs:
         one = api.load_drafter(spec, loaded)
         assert one is not None
+        if params.draft_sampling:
+            check_samples(one, spec)
         api.make_policy(loaded, one, length="fixed", num_draft_tokens=num_draft_tokens)  # refuses what is out of range
         made.append((spec, one))
     plain = api.make_engine(loaded, None, exact=exact, max_rows=64 if acceptance_only else 1)
@@ -281,6 +285,7 @@ def _compare(
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "seed": params.seed,
+            **({"draft_sampling": True} if params.draft_sampling else {}),
             "length": length,
             "num_draft_tokens": draft_tokens if length == "fixed" else num_draft_tokens,
             "exact": exact,

@@ -35,6 +35,7 @@ def chat(
     logit_bias: flags.LogitBias = None,
     logprobs: flags.Logprobs = None,
     seed: flags.Seed = None,
+    draft_sampling: flags.DraftSampling = False,
     stop: flags.Stop = None,
     stop_token_id: flags.StopTokenId = None,
     ignore_eos: flags.IgnoreEos = False,
@@ -73,6 +74,7 @@ def chat(
         logit_bias=logit_bias,
         logprobs=logprobs,
         seed=seed,
+        draft_sampling=draft_sampling,
         stop=stop,
         stop_token_id=stop_token_id,
         ignore_eos=ignore_eos,
@@ -85,7 +87,7 @@ def chat(
     spec = hub.default_drafter(target) if drafter is None else drafter
     if logprobs is not None and not json:
         raise UserError("--logprobs are printed with --json only; add --json.")
-    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length)
+    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length, draft_sampling=draft_sampling)
     if system is not None:
         flags.check_text("the system message", system)
 
@@ -101,7 +103,8 @@ def chat(
         thinking=thinking,
         quiet=quiet,
     )
-    session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
+    session.engine.check(params)
+    session.warnings.extend(flags.sampling_notes(params, seed_given=seed is not None))
     report.warn([] if json else session.warnings)
     report.say(f"{target} with drafter {spec}. {HELP}", quiet=quiet)
     talk(session, params, system=system, thinking=thinking, json=json, quiet=quiet)
@@ -153,7 +156,12 @@ def talk(
         messages = [*turn, {"role": "assistant", "content": result.text}]
         if json:
             fields = report.result_fields(
-                result, engine, target=session.target, drafter=session.drafter, warnings=session.warnings
+                result,
+                engine,
+                target=session.target,
+                drafter=session.drafter,
+                warnings=session.warnings,
+                draft_sampling=params.draft_sampling,
             )
             report.print_json(fields)
         report.say(report.summary(result, drafter=session.drafter), quiet=quiet)

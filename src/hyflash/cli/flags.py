@@ -41,6 +41,14 @@ LogitBias = Annotated[
 ]
 Logprobs = Annotated[int | None, typer.Option(help="Report log-probabilities and this many alternatives (--json).")]
 Seed = Annotated[int | None, typer.Option(help="Seed of sampling; the same seed gives the same text. Default 0.")]
+DraftSampling = Annotated[
+    bool,
+    typer.Option(
+        "--draft-sampling",
+        help="Sample drafts too: more are accepted at high temperature. The text then depends on the drafter and is "
+        "not that of the seed alone; only its distribution is kept.",
+    ),
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the end-of-sequence token.")]
@@ -105,9 +113,13 @@ def check_words(*, exact: str = "auto", length: str = "adaptive") -> None:
             raise UserError(f"{name} is {value!r}; expected {' or '.join(known)}.{nearest(value, known)}")
 
 
-def check_drafting(drafter: str, *, num_draft_tokens: int | None, length: str) -> None:
+def check_drafting(drafter: str, *, num_draft_tokens: int | None, length: str, draft_sampling: bool) -> None:
     """Refuse options of drafting without a drafter. Raises UserError."""
-    for name, used in (("--num-draft-tokens", num_draft_tokens is not None), ("--length", length != "adaptive")):
+    for name, used in (
+        ("--num-draft-tokens", num_draft_tokens is not None),
+        ("--length", length != "adaptive"),
+        ("--draft-sampling", draft_sampling),
+    ):
         if drafter == "none" and used:
             raise UserError(f"{name} needs a drafter, and the drafter is none.")
 
@@ -143,6 +155,7 @@ def sampling(
     logit_bias: Sequence[str] | None,
     logprobs: int | None,
     seed: int | None,
+    draft_sampling: bool,
     stop: Sequence[str] | None,
     stop_token_id: Sequence[int] | None,
     ignore_eos: bool,
@@ -161,6 +174,7 @@ def sampling(
         logit_bias=_biases(logit_bias or ()),
         logprobs=logprobs,
         seed=seed or 0,
+        draft_sampling=draft_sampling,
         stop=tuple(stop or ()),
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
@@ -174,8 +188,10 @@ def sampling_range(*, temperature: float, top_p: float, share: float, seed: int,
         raise UserError(f"greedy_share is {share}; expected a number from 0 to 1.")
 
 
-def idle_options(params: SamplingParams, *, seed_given: bool) -> list[str]:
-    """A warning for each option that cannot change this run."""
+def sampling_notes(params: SamplingParams, *, seed_given: bool) -> list[str]:
+    """A warning for each option that cannot change this run, and for one that changes what a seed means."""
+    if params.draft_sampling:
+        return ["drafts are sampled: the text has the target's distribution, but depends on the drafter as well"]
     if params.temperature > 0:
         return []
     idle = [

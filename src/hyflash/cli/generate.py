@@ -40,6 +40,7 @@ def generate(
     logit_bias: flags.LogitBias = None,
     logprobs: flags.Logprobs = None,
     seed: flags.Seed = None,
+    draft_sampling: flags.DraftSampling = False,
     stop: flags.Stop = None,
     stop_token_id: flags.StopTokenId = None,
     ignore_eos: flags.IgnoreEos = False,
@@ -81,6 +82,7 @@ def generate(
         logit_bias=logit_bias,
         logprobs=logprobs,
         seed=seed,
+        draft_sampling=draft_sampling,
         stop=stop,
         stop_token_id=stop_token_id,
         ignore_eos=ignore_eos,
@@ -97,8 +99,9 @@ def generate(
         system=system,
         thinking=thinking,
         compare=compare,
+        draft_sampling=draft_sampling,
     )
-    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length)
+    flags.check_drafting(spec, num_draft_tokens=num_draft_tokens, length=length, draft_sampling=draft_sampling)
     if logprobs is not None and not json:
         raise UserError("--logprobs are printed with --json only; add --json.")
     text = flags.read_prompt(prompt)
@@ -116,12 +119,12 @@ def generate(
         quiet=quiet,
     )
     ids = prompt_ids(session.loaded.tokenizer, text, raw=raw, system=system, thinking=thinking)
-    session.warnings.extend(flags.idle_options(params, seed_given=seed is not None))
+    session.warnings.extend(flags.sampling_notes(params, seed_given=seed is not None))
     session.warnings.extend(_no_room(session, len(ids), max_tokens))
     plain = plain_engine(session, exact=exact) if compare else None
     request = Request(prompt_ids=tuple(ids), params=params)
     results, plains = run(session.engine, plain, request, None if json else report.piece)
-    _tell(session, plain, results, plains, json=json, quiet=quiet)
+    _tell(session, plain, results, plains, draft_sampling=draft_sampling, json=json, quiet=quiet)
 
 
 def _no_room(session: Session, num_prompt_tokens: int, max_tokens: int) -> list[str]:
@@ -137,13 +140,19 @@ def _tell(
     results: Sequence[Result],
     plains: Sequence[Result],
     *,
+    draft_sampling: bool,
     json: bool,
     quiet: bool,
 ) -> None:
     """The JSON object on stdout, or warnings, and the summary lines on stderr."""
     first = results[0]
     fields = report.result_fields(
-        first, session.engine, target=session.target, drafter=session.drafter, warnings=session.warnings
+        first,
+        session.engine,
+        target=session.target,
+        drafter=session.drafter,
+        warnings=session.warnings,
+        draft_sampling=draft_sampling,
     )
     fields["backend"] = session.loaded.model.describe()
     fields["memory"] = session.loaded.model.memory()
@@ -230,10 +239,13 @@ def _check_combination(
     system: str | None,
     thinking: bool | None,
     compare: bool,
+    draft_sampling: bool,
 ) -> None:
     """Refuse options that would be ignored together. Raises UserError."""
     if compare and spec == "none":
         raise UserError("--compare needs a drafter to compare with plain decoding, and the drafter is none.")
+    if compare and draft_sampling:
+        raise UserError("--compare proves texts equal, and with --draft-sampling they are not; leave one of them out.")
     if raw and system is not None:
         raise UserError("--raw sends the prompt as it is, so --system has no place; leave one of them out.")
     if raw and thinking is not None:

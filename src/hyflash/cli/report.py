@@ -66,9 +66,15 @@ def check(result: Result) -> Result:
 
 
 def result_fields(
-    result: Result, engine: Engine, *, target: str, drafter: str, warnings: Sequence[str] = ()
+    result: Result,
+    engine: Engine,
+    *,
+    target: str,
+    drafter: str,
+    warnings: Sequence[str] = (),
+    draft_sampling: bool = False,
 ) -> dict[str, Any]:
-    """The JSON fields of one generation."""
+    """The JSON fields of one generation. `exact` promises the text of plain decoding."""
     out: dict[str, Any] = {
         "text": result.text,
         "token_ids": list(result.token_ids),
@@ -80,7 +86,7 @@ def result_fields(
         "tokens_per_sec": round(result.tokens_per_sec, 3),
         "ttft_sec": round(result.ttft_sec, 4),
         "draft_state_bytes": result.draft_state_bytes,
-        "exact": engine.exactness != "off",
+        "exact": engine.exactness != "off" and not draft_sampling,
         "exactness": engine.exactness,
         "target": target,
         "drafter": drafter,

@@ -23,6 +23,7 @@ _NOT_METHODS = {
     "late",
     "local_expert",
     "packing",
+    "picking",
     "selecting",
     "selector",
     "vocab",

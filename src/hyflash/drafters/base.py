@@ -27,7 +27,7 @@ from hyflash.core import (
     TargetHooks,
     TrainBatch,
 )
-from hyflash.errors import HyflashError
+from hyflash.errors import HyflashError, UserError
 from hyflash.ops.kernels import Kernels
 from hyflash.options import Options
 
@@ -77,6 +77,8 @@ class Drafter(nn.Module, ABC):
     """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
     cuts_by_prices: bool = False
     """Whether `propose` may cut what the length policy asked for, by `DraftRequest.prices` and its own confidence."""
+    samples: bool = False
+    """Whether `propose` can sample drafts for the rows with `DraftRequest.draws`."""
     calibrates: bool = False
     """Whether `calibrate` has something to fit."""
     max_draft_tokens: int = 0
@@ -163,6 +165,15 @@ class Drafter(nn.Module, ABC):
     def set_label_counts(self, counts: Tensor) -> None:
         """Take how often each token is a label, (V,) int64, before training, where the method wants it."""
         raise HyflashError(f"{type(self).__module__} does not count labels.")
+
+
+def check_samples(drafter: Drafter | None, name: str) -> None:
+    """Refuse `draft_sampling` without a drafter that can sample. Raises UserError."""
+    if drafter is None or not drafter.samples:
+        found = "there is none" if drafter is None else f"{name} cannot"
+        raise UserError(
+            f"draft_sampling needs a drafter that samples its drafts, as hyflash does; {found}. Leave it out."
+        )
 
 
 def to_proposal(tokens: Tensor, lengths: Sequence[int], probs: Tensor, num_nonfinite: int) -> Proposal:

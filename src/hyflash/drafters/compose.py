@@ -8,7 +8,8 @@ own rounds accepted against what was expected, kept apart by part and `Draft.kin
 
 Parts that read no features are cheap: they always propose, and every round scores what they drafted, chosen or not.
 A part with features runs only for the rows where its record promises more than every cheap part; what it then states
-counts half beside the record, and may lose to a cheap part after all.
+counts half beside the record, and may lose to a cheap part after all. Where it samples its drafts the record alone
+counts: which of two sources drafts may hang on the past, never on what a sample turned out to be.
 
 With prices (`DraftRequest.prices`) "more" means committed tokens per second: drafts are cut where the next one costs
 more than it promises, also to none; the time of a part with features counts; and one that does not pay is tried again
@@ -114,6 +115,7 @@ class Composite(Drafter):
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
+        self.samples = any(d.samples for d in self._drafters)
         self._record = Evidence(len(names), RECORD_FORGET)  # of all rows so far
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
         self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
@@ -219,7 +221,7 @@ class Composite(Drafter):
     ) -> int:
         """Let part p draft for some rows of the request; keep it where it is the best so far. Returns NaN count."""
         part, prices, is_dear = self._drafters[p], request.prices, p not in self._cheap
-        asked = _subset(request, members=members, limit=part.max_draft_tokens)  # drafts are cut here, for all alike
+        asked = _subset(request, members=members, part=part)  # drafts are cut here, for all alike
         if is_dear:
             self._catch_up(state, asked.rows, p)
         began = time.perf_counter()
@@ -231,13 +233,15 @@ class Composite(Drafter):
             if not draft.tokens:
                 continue
             scale = self._scale(state, row=request.rows[b], p=p, kind=draft.kind)
-            if is_dear:  # its record is in units of PRIOR_RATE, so it cannot scale what the part states
+            if asked.draws and asked.draws[i]:  # by the past alone: samples may not be chosen by what they are
+                rates = [min(1.0, PRIOR_RATE * scale)] * asked.num_tokens[i]
+            elif is_dear:  # its record is in units of PRIOR_RATE, so it cannot scale what the part states
                 record = min(1.0, PRIOR_RATE * scale)
                 rates = [(rate + record) / 2 for rate in _stated(draft)]
             else:
                 rates = [min(1.0, rate * scale) for rate in _stated(draft)]
             best_length, value = _best_length(rates, prices)
-            length, best = max(best_length, min(len(rates), at_least)), choices[b]
+            length, best = min(max(best_length, at_least), len(draft.tokens)), choices[b]
             if length and (best is None or value > best.value):
                 probs = None if proposal.probs is None else proposal.probs[i, :length]
                 cut = Draft(draft.tokens[:length], rates[:length], self.names[p], draft.kind)
@@ -389,12 +393,14 @@ def _agreement(own: Sequence[int], said: Sequence[int]) -> tuple[int, int]:
     return hits, min(hits + 1, most)
 
 
-def _subset(request: DraftRequest, *, members: Sequence[int], limit: int) -> DraftRequest:
-    """The request for some of its rows, asking for at most `limit` tokens, whatever they cost."""
+def _subset(request: DraftRequest, *, members: Sequence[int], part: Drafter) -> DraftRequest:
+    """The request to a part for some of its rows, as many tokens as it can, whatever they cost."""
+    draws = [request.draws[b] for b in members] if request.draws and part.samples else []
     return DraftRequest(
         rows=[request.rows[b] for b in members],
         anchors=[request.anchors[b] for b in members],
-        num_tokens=[min(request.num_tokens[b], limit) for b in members],
+        num_tokens=[min(request.num_tokens[b], part.max_draft_tokens) for b in members],
+        draws=draws if any(draws) else None,
     )
 
 

@@ -21,6 +21,7 @@ from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
 from hyflash.drafters.objective import PLAIN, HeadTraining, Reduced, at_positions, block_labels, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
+from hyflash.drafters.picking import Picker
 from hyflash.drafters.vocab import ReducedHead, ServingHead, Step
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import GRUCorrection, LayerContext
@@ -36,6 +37,7 @@ class DrafterImpl(BlockModel):
 
     Config: ClassVar[type[DrafterConfig]] = DFlashConfig
     source: ClassVar[str] = "DFlash, arXiv 2602.06036; z-lab/dflash"
+    samples = True
 
     # --------------------------------------------------------------------------------------- training
 
@@ -260,32 +262,36 @@ class DrafterImpl(BlockModel):
 
     @torch.no_grad()
     def propose(self, state: State, request: DraftRequest) -> Proposal:
-        """Greedy draft tokens. The whole block is always computed: tokens do not depend on how many are asked."""
+        """Greedy draft tokens, samples in rows with a draw. The whole block is always computed: tokens do not depend on
+        how many are asked. The kernels' own pass knows greedy tokens only."""
         own = BlockState.of(state)
         wanted = tuple(self._room(own, row, n) for row, n in zip(request.rows, request.num_tokens, strict=True))
         depth = max(wanted, default=0)
         if depth == 0:
             return Proposal([Draft()] * len(wanted))
-        if self.packed is not None and self._head_packs():
+        if self.packed is not None and self._head_packs() and request.draws is None:
             return self.packed.propose(own, request, wanted, reduced=self._packed_head())
         hidden = self.block_hidden(state, request)[:, :depth]
-        tokens, lengths, probs, cut = self._choose(own, request, hidden, wanted)
-        return to_proposal(tokens, lengths, probs, cut)
+        return self._choose(own, request, hidden, wanted)
 
-    def _choose(
-        self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
-    ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
-        """Greedy tokens of hidden (B, L, D), as `pick_tokens` gives them, with the confidence stated where one is."""
-        head = self._serving_head(state, request)
-        logits, stated = self._draft(hidden, head, self._anchors(request))
-        columns, lengths, probs, cut = pick_tokens(logits, wanted)
-        return head.token_ids(columns), lengths, probs if stated is None else stated, cut
+    def _choose(self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]) -> Proposal:
+        """Tokens of hidden (B, L, D), cut as `pick_tokens` does, with the confidence stated where one is."""
+        head, picker = self._serving_head(state, request), Picker(request.draws)
+        logits, stated = self._draft(hidden, head, self._anchors(request), picker)
+        greedy, lengths, probs, cut = pick_tokens(logits, wanted)
+        tokens = head.token_ids(picker.columns(greedy))
+        proposal = to_proposal(tokens, lengths, probs if stated is None else stated, cut)
+        vocab = self.hooks.info.vocab_size
+        return picker.finish(proposal, head.all_ids(logits), vocab, stated=stated is not None)
 
-    def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, L, M) of hidden (B, L, D), and finite confidences (B, L); None: the tokens' own probabilities."""
-        if self.correction is None:
+    def _draft(
+        self, hidden: Tensor, head: ServingHead, anchors: Tensor, picker: Picker
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, L, M) of hidden (B, L, D) after what the picker picks, and finite confidences (B, L) from the
+        tokens before each; None: the tokens' own probabilities."""
+        if self.correction is None and picker.draws is None:
             return head.logits(hidden), None
-        return head.chain(anchors, hidden.shape[1], self._step(hidden, head))[0], None
+        return head.chain(anchors, hidden.shape[1], self._step(hidden, head), picker)[0], None
 
     def _step(self, hidden: Tensor, head: ServingHead) -> Step:
         """The logits of hidden (B, L, D) with the in-block correction, if there is one, position after position."""

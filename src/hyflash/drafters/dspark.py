@@ -194,6 +194,9 @@ class DrafterImpl(LogitDrafter):
         proposal = super().propose(state, request)
         if request.prices is None or not self.cuts_by_prices:
             return proposal
-        lengths = admit([draft.confidence for draft in proposal.drafts], request.prices)
+        if request.draws is None:
+            lengths = admit([draft.confidence for draft in proposal.drafts], request.prices)
+        else:  # a row whose samples another row's decide about might share its seed
+            lengths = [admit([draft.confidence], request.prices)[0] for draft in proposal.drafts]
         drafts = [Draft(d.tokens[:n], d.confidence[:n]) for d, n in zip(proposal.drafts, lengths, strict=True)]
         return proposal._replace(drafts=drafts)

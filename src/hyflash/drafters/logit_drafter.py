@@ -21,6 +21,7 @@ from hyflash.drafters import hyflash, zlab_heads
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.hyflash import BackboneConfig
 from hyflash.drafters.objective import HeadTraining, tokens_before
+from hyflash.drafters.picking import Picker
 from hyflash.drafters.vocab import ServingHead, Step
 from hyflash.errors import UserError
 
@@ -76,7 +77,10 @@ class LogitDrafter(hyflash.DrafterImpl):
         """Weights that a position multiplies, the table's excepted."""
 
     def _confidence(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
-        """Logits (N, L) of P(draft accepted), float32; None where the head states none."""
+        """Logits (N, L) of P(draft accepted), float32; None where the head states none.
+
+        Only from tokens before each position: what decides whether a sample is verified may not depend on it.
+        """
         return None
 
     def _calibrated(self, confidence: Tensor) -> Tensor:
@@ -106,8 +110,10 @@ class LogitDrafter(hyflash.DrafterImpl):
 
     # ---------------------------------------------------------------------------------------- serving
 
-    def _draft(self, hidden: Tensor, head: ServingHead, anchors: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits, previous = head.chain(anchors, hidden.shape[1], self._step(hidden, head))
+    def _draft(
+        self, hidden: Tensor, head: ServingHead, anchors: Tensor, picker: Picker
+    ) -> tuple[Tensor, Tensor | None]:
+        logits, previous = head.chain(anchors, hidden.shape[1], self._step(hidden, head), picker)
         confidence = self._confidence(hidden, previous)
         # One that is not finite counts as none at all.
         return logits, None if confidence is None else self._calibrated(confidence).nan_to_num(0.0)

@@ -15,12 +15,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hyflash.core import DraftCost, DraftOutput, DraftRequest, LossTerms, TargetHooks, TrainBatch
+from hyflash.core import DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
 from hyflash.drafters import hyflash
-from hyflash.drafters.base import DrafterConfig
+from hyflash.drafters.base import DrafterConfig, to_proposal
 from hyflash.drafters.context import BlockState
 from hyflash.drafters.hyflash import BackboneConfig
 from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, tokens_before, training_head
+from hyflash.drafters.picking import Picker
 from hyflash.drafters.selector import PairScorer, selection_losses, walk
 from hyflash.errors import UserError
 from hyflash.ops.losses import BestColumns, RowLosses, best_logprobs, candidate_losses
@@ -147,16 +148,18 @@ class SelectingDrafter(hyflash.DrafterImpl):
         """The kernels' own pass ends with the likeliest tokens; the selector needs the candidates."""
         return False
 
-    def _choose(
-        self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]
-    ) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
-        """Tokens of hidden (B, L, D) along the selector's path, cut at the first position that is not finite."""
+    def _choose(self, state: BlockState, request: DraftRequest, hidden: Tensor, wanted: tuple[int, ...]) -> Proposal:
+        """Tokens of hidden (B, L, D) along the selector's path, cut at the first position that is not finite. Samples
+        are of the candidates alone."""
         logprobs, ids = self._listed(state, request, hidden)
-        path = walk(self.candidate_selector, hidden, self._anchors(request), logprobs, ids)
+        picker = Picker(request.draws)
+        path = walk(self.candidate_selector, hidden, self._anchors(request), logprobs, ids, picker)
         good = path.finite.long().cumprod(1).sum(1).tolist()
         lengths = tuple(min(w, g) for w, g in zip(wanted, good, strict=True))
         cut = sum(g < min(w, hidden.shape[1]) for w, g in zip(wanted, good, strict=True))
-        return ids.gather(-1, path.places[..., None])[..., 0], lengths, path.probs.nan_to_num(), cut
+        tokens = ids.gather(-1, path.places[..., None])[..., 0]
+        proposal = to_proposal(tokens, lengths, path.probs.nan_to_num(), cut)
+        return picker.finish(proposal, ids, self.hooks.info.vocab_size, stated=False)
 
     def _listed(self, state: BlockState, request: DraftRequest, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and ids (B, L, K) of each slot's candidates, best first."""

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hyflash.drafters.picking import Picker
+
 
 class PairScorer(nn.Module, ABC):
     """What a token before it adds to a candidate's log-probability. Widths of the parts are the scorer's own."""
@@ -53,26 +55,34 @@ class Path:
     finite: Tensor  # (B, L) bool
 
 
-def walk(scorer: PairScorer, hidden: Tensor, anchors: Tensor, logprobs: Tensor, ids: Tensor) -> Path:
-    """Greedy path from anchors (B,) over candidates ids, logprobs (B, L, K) of slots with hidden states (B, L, D)."""
+def walk(
+    scorer: PairScorer, hidden: Tensor, anchors: Tensor, logprobs: Tensor, ids: Tensor, picker: Picker | None = None
+) -> Path:
+    """Path from anchors (B,) over candidates ids, logprobs (B, L, K) of slots with hidden states (B, L, D): greedy, or
+    as a picker with draws picks."""
     contexts, after = scorer.contexts(hidden), scorer.successors(ids)
     first = scorer.score(contexts[:, 0], scorer.predecessors(anchors)[:, None], after[:, 0])  # (B, 1, K)
     later = scorer.score(contexts[:, 1:], scorer.predecessors(ids[:, :-1]), after[:, 1:])  # (B, L - 1, K, K)
     later = logprobs[:, 1:, None] + later
-    places = torch.tensor(
-        [
-            _follow(start, table)
-            for start, table in zip(
-                (logprobs[:, 0] + first[:, 0]).argmax(-1).tolist(), later.argmax(-1).tolist(), strict=True
-            )
-        ],
-        device=ids.device,
-    )
+    start = logprobs[:, 0] + first[:, 0]
+    if picker is not None and picker.draws:
+        places = _picked(start, later, picker)
+    else:
+        follow = zip(start.argmax(-1).tolist(), later.argmax(-1).tolist(), strict=True)
+        places = torch.tensor([_follow(place, table) for place, table in follow], device=ids.device)
     taken = later.take_along_dim(places[:, :-1, None, None], 2)[:, :, 0]
     scores = torch.cat((logprobs[:, :1] + first, taken), dim=1)
     finite = scores.isfinite().all(-1) & logprobs.isfinite().all(-1)
     probs = list_probs(scorer, scores, logprobs).gather(-1, places[..., None])[..., 0]
     return Path(places=places, probs=probs, finite=finite)
+
+
+def _picked(start: Tensor, later: Tensor, picker: Picker) -> Tensor:
+    """Places (B, L) that a picker picks from scores start (B, K), and later (B, L - 1, K, K) by the place before."""
+    places = [picker(start)]
+    for k in range(later.shape[1]):
+        places.append(picker(later[:, k].take_along_dim(places[-1][:, None, None], 1)[:, 0]))
+    return torch.stack(places, dim=1)
 
 
 def _follow(place: int, table: list[list[int]]) -> list[int]:

@@ -68,6 +68,11 @@ def full_head(hooks: TargetHooks, hidden: Tensor) -> Tensor:
     return hooks.head(hidden.to(hooks.head_rows(one).dtype))
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """First largest column (B,) of logits (B, M)."""
+    return logits.argmax(-1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingHead:
     """Head of one round for B rows."""
@@ -94,6 +99,10 @@ class ServingHead:
         """Token ids of logit columns."""
         return columns if self.ids is None else self.ids[columns]
 
+    def all_ids(self, logits: Tensor) -> Tensor:
+        """Token ids (M,) of all columns of logits (..., M)."""
+        return torch.arange(logits.shape[-1], device=logits.device) if self.ids is None else self.ids
+
     def corrected(
         self, hidden: Tensor, correction: MarkovCorrection | GRUCorrection, embed: Callable[[Tensor], Tensor]
     ) -> Step:
@@ -107,12 +116,15 @@ class ServingHead:
 
         return step
 
-    def chain(self, anchors: Tensor, num_tokens: int, step: Step) -> tuple[Tensor, Tensor]:
-        """Logits (B, L, M) of greedy choices, position after position, and the token ids (B, L) before each."""
+    def chain(
+        self, anchors: Tensor, num_tokens: int, step: Step, pick: Callable[[Tensor], Tensor] = likeliest
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (B, L, M), position after position, and the token ids (B, L) before each; `pick` chooses columns (B,)
+        of logits (B, M)."""
         previous, logits = [anchors], []
         for k in range(num_tokens):
             logits.append(step(k, previous[k]))
-            previous.append(self.token_ids(logits[k].argmax(-1)))
+            previous.append(self.token_ids(pick(logits[k])))
         return torch.stack(logits, dim=1), torch.stack(previous[:-1], dim=1)
 
 

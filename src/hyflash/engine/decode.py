@@ -20,6 +20,7 @@ from hyflash.core import (
     Commit,
     Draft,
     DraftRequest,
+    Draw,
     Event,
     Prices,
     Proposal,
@@ -27,16 +28,17 @@ from hyflash.core import (
     Result,
     RoundTrace,
     Rows,
+    SamplingParams,
     TargetOutput,
     Verdict,
 )
-from hyflash.drafters.base import Drafter, State
+from hyflash.drafters.base import Drafter, State, check_samples
 from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.offload import Offload, read_again
-from hyflash.engine.progress import Progress, check_request
-from hyflash.engine.verify import choices, num_best, verify
-from hyflash.errors import UserError
+from hyflash.engine.progress import Progress, check_params, check_request
+from hyflash.engine.verify import choices, num_best, verify, weigh
+from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
 
@@ -99,6 +101,7 @@ class Engine:
         """Queue a request and return its id. Raises UserError for one that cannot be served."""
         info = self.target.info
         check_request(request, info)
+        self.check(request.params)
         progress = Progress(
             self._next_id,
             request,
@@ -109,6 +112,12 @@ class Engine:
         self._next_id += 1
         self._waiting.append(progress)
         return progress.request_id
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises UserError for settings that this engine cannot honour."""
+        check_params(params, self.target.info)
+        if params.draft_sampling:
+            check_samples(self.drafter, self._drafter_name)
 
     def cancel(self, request_id: int) -> None:
         """End a request at the next step, also during prefill; what it has committed stays in its result."""
@@ -182,7 +191,7 @@ class Engine:
             for progress in [p for p in queue if p.finish_reason is not None]:
                 queue.remove(progress)
                 if progress.finish_reason == "cancelled":
-                    events.append(self._event(progress, (), 0, 0))
+                    events.append(progress.event((), 0, 0))
                 if progress.seq >= 0:
                     if self._state is not None:
                         if progress.finish_reason != "cancelled":  # which may follow a fault of the drafter
@@ -219,7 +228,7 @@ class Engine:
     def _round(self, running: list[Progress]) -> list[Event]:
         """Propose, verify and commit once for every running request."""
         began = time.perf_counter()
-        asked, drafts = self._propose(running)
+        asked, drafts, probs = self._propose(running)
         drafted = time.perf_counter()
         blocks = [[p.anchor, *draft.tokens] for p, draft in zip(running, drafts, strict=True)]
         rows = Rows(
@@ -233,9 +242,9 @@ class Engine:
         verified = time.perf_counter()
         events, kept, accepted, first = [], [], [], 0
         followers: list[int | None] = []
-        for p, draft, block in zip(running, drafts, blocks, strict=True):
+        for p, draft, spread, block in zip(running, drafts, probs, blocks, strict=True):
             before, num_drafted = len(p.token_ids), len(draft.tokens)
-            num_accepted, num_committed = self._verify(p, out, first, draft.tokens, width=len(rows.tokens))
+            num_accepted, num_committed = self._verify(p, out, first, draft.tokens, spread, width=len(rows.tokens))
             first += len(block)
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
@@ -252,7 +261,7 @@ class Engine:
             p.last_token_sec = time.perf_counter()
             p.first_token_sec = p.first_token_sec or p.last_token_sec
             self.target.truncate(p.seq, p.position - 1)
-            events.append(self._event(p, tuple(p.token_ids[before:]), num_drafted, num_accepted))
+            events.append(p.event(tuple(p.token_ids[before:]), num_drafted, num_accepted))
         ready = time.perf_counter()
         if asked:
             verdict = Verdict(drafts, accepted, followers)
@@ -274,11 +283,12 @@ class Engine:
 
     # --------------------------------------------------------------------------------------- parts
 
-    def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft]]:
-        """Whether the drafter ran; a draft for each request, without tokens where there are none."""
-        drafts = [NO_DRAFT] * len(running)
+    def _propose(self, running: list[Progress]) -> tuple[bool, list[Draft], list[Tensor | None]]:
+        """Whether the drafter ran; a draft for each request, without tokens where there are none; and where drafts are
+        samples, their distributions (L, V)."""
+        drafts, probs = [NO_DRAFT] * len(running), list[Tensor | None]([None] * len(running))
         if self.drafter is None:
-            return False, drafts
+            return False, drafts, probs
         context_tokens = sum(p.position for p in running) // len(running)
         limit = self.policy.begin_round(num_rows=len(running), context_tokens=context_tokens)
         if self._offload is not None and not self._offload.may_draft():
@@ -287,8 +297,11 @@ class Engine:
         wanted = [self._length(p, len(running), limit, is_priced=prices is not None) for p in running]
         chosen = [i for i, k in enumerate(wanted) if k > 0]
         if not chosen or (state := self._whole_state()) is None:
-            return False, drafts
+            return False, drafts, probs
         self._catch_up(running)
+        draws = [
+            Draw(running[i].params, running[i].position) if running[i].params.draft_sampling else None for i in chosen
+        ]
         proposal = self.drafter.propose(
             state,
             DraftRequest(
@@ -296,11 +309,16 @@ class Engine:
                 anchors=[running[i].anchor for i in chosen],
                 num_tokens=[wanted[i] for i in chosen],
                 prices=prices,
+                draws=draws if any(draws) else None,
             ),
         )
         self._count_nonfinite(proposal)
         vocab = self.target.info.vocab_size
-        for i, draft in zip(chosen, proposal.drafts, strict=True):
+        if proposal.probs is not None and proposal.probs.shape[2] != vocab:
+            raise HyflashError(f"drafts are samples of {proposal.probs.shape[2]} tokens; the target has {vocab}.")
+        for b, (i, draft) in enumerate(zip(chosen, proposal.drafts, strict=True)):
+            if proposal.probs is not None:
+                probs[i] = proposal.probs[b]
             # A drafter with a larger vocabulary may propose what the target cannot say.
             good = next((n for n, t in enumerate(draft.tokens[: wanted[i]]) if not 0 <= t < vocab), wanted[i])
             if good < len(draft.tokens):
@@ -308,7 +326,7 @@ class Engine:
             drafts[i] = draft if draft.source else draft._replace(source=self._drafter_name)
             stats, num_drafted = self._stats[running[i].request_id], len(draft.tokens)
             self.policy.hears(stats, num_asked=wanted[i], num_drafted=num_drafted)
-        return True, drafts
+        return True, drafts, probs
 
     def _length(self, p: Progress, num_rows: int, limit: int, *, is_priced: bool) -> int:
         """Draft tokens to ask for: the policy's choice within every limit, its own of the round included."""
@@ -339,7 +357,7 @@ class Engine:
             self.counters["draft_nonfinite"] += proposal.num_nonfinite
 
     def _verify(
-        self, p: Progress, out: TargetOutput, first: int, drafts: Sequence[int], *, width: int
+        self, p: Progress, out: TargetOutput, first: int, drafts: Sequence[int], probs: Tensor | None, *, width: int
     ) -> tuple[int, int]:
         """Accepted and committed tokens of one request's block, whose rows begin at `first`."""
         is_alone = width == 1
@@ -358,10 +376,12 @@ class Engine:
             assert alone.logits is not None
             return alone.logits[0]
 
+        weighed = weigh(p, drafts, probs)
         outcome = verify(
             p,
-            choices(p, out, first, len(drafts) + 1, epsilon=self._epsilon),
+            choices(p, out, first, weighed, epsilon=self._epsilon),
             drafts,
+            weighed=weighed,
             epsilon=self._epsilon,
             recheck=None if is_alone else recheck,
             recheck_ties=self.exactness == "recheck",
@@ -423,16 +443,3 @@ class Engine:
             for tokens, features in read_again(self.target, text, taps=self._taps, chunk=self._prefill_chunk):
                 self._commit([p], [tokens], features, (len(tokens),), verdict=None)
         return self._state
-
-    def _event(self, p: Progress, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
-        final = p.finish_reason is not None
-        return Event(
-            request_id=p.request_id,
-            token_ids=tokens,
-            text=p.stream.take(final=final),
-            logprobs=tuple(p.logprobs[-len(tokens) :]) if tokens else (),
-            num_drafted=drafted,
-            num_accepted=accepted,
-            finish_reason=p.finish_reason,
-            error=p.error,
-        )

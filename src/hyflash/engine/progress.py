@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hyflash.core import FinishReason, Request, Result, RoundTrace, TargetInfo, TokenLogprob
+from hyflash.core import Event, FinishReason, Request, Result, RoundTrace, SamplingParams, TargetInfo, TokenLogprob
 from hyflash.errors import UserError
 from hyflash.sampling import is_plain_greedy
 from hyflash.text import TextStream, Tokenizer
@@ -27,7 +27,11 @@ def check_request(request: Request, info: TargetInfo) -> None:
             f"the prompt has {len(request.prompt_ids)} tokens; {info.name} holds {info.max_context} "
             "with at least one for the answer. Shorten the prompt."
         )
-    for token in (*request.params.logit_bias, *request.params.stop_token_ids):
+
+
+def check_params(params: SamplingParams, info: TargetInfo) -> None:
+    """Raises UserError for tokens that are not in the vocabulary."""
+    for token in (*params.logit_bias, *params.stop_token_ids):
         if not 0 <= token < info.vocab_size:
             raise UserError(f"token {token} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1}).")
 
@@ -109,6 +113,19 @@ class Progress:
             self.finish_reason = reason
             self.error = error
             self.stream.finish()
+
+    def event(self, tokens: tuple[int, ...], drafted: int, accepted: int) -> Event:
+        """What a round did to it; the text is what has become certain since the last event."""
+        return Event(
+            request_id=self.request_id,
+            token_ids=tokens,
+            text=self.stream.take(final=self.finish_reason is not None),
+            logprobs=tuple(self.logprobs[-len(tokens) :]) if tokens else (),
+            num_drafted=drafted,
+            num_accepted=accepted,
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
 
     def result(self) -> Result:
         """The finished request."""

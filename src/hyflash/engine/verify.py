@@ -2,7 +2,8 @@
 
 In: what the target says after the rows [anchor, d_1 .. d_n], and the draft tokens d. Out: what was committed, through
 `Progress.push`, one token at a time, so penalties, budgets and stops see the block as plain decoding would.
-A deterministic proposal is accepted iff it equals the target's own choice at that position.
+A draft is accepted iff it equals the target's choice at that position. That is its own, whatever the draft, or with
+`draft_sampling` one that takes draft and distribution together (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hyflash.core import TargetOutput
 from hyflash.engine.progress import Progress
-from hyflash.sampling import Choice, choose
+from hyflash.sampling import Choice, Proposed, choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,13 @@ def verify(
     chosen: Callable[[int], Choice],
     drafts: Sequence[int],
     *,
+    weighed: Sequence[Proposed | None],
     epsilon: float,
     recheck: Callable[[], Tensor] | None,
     recheck_ties: bool,
 ) -> Outcome:
-    """Commit the target's choices along the block; `chosen(i)` is the one after row i, 0 to len(drafts).
+    """Commit the target's choices along the block; `chosen(i)` is the one after row i, 0 to len(drafts), and
+    `weighed[i]` the draft it was made with, if any.
 
     `recheck()` computes the logits after the anchor anew at width 1; it is None where they are already. The block then
     ends there, since the rows behind it were forwarded beside others. A choice that a change of every logit by
@@ -52,7 +55,7 @@ def verify(
         near_ties += near_tie
         ends_block = recheck is not None and (not choice.finite or (near_tie and recheck_ties))
         if recheck is not None and ends_block:
-            choice = choose_next(progress, recheck())
+            choice = choose_next(progress, recheck(), weighed[i])
             rechecks += 1
         if not choice.finite:
             progress.finish("error", f"the target gave non-finite logits at position {progress.position}.")
@@ -66,12 +69,23 @@ def verify(
     return Outcome(num_accepted=accepted, num_committed=committed, num_near_ties=near_ties, num_rechecks=rechecks)
 
 
-def choices(progress: Progress, out: TargetOutput, first: int, num: int, *, epsilon: float) -> Callable[[int], Choice]:
-    """The target's choice after each of rows first..first+num-1 of a forward, counted from the first of them.
+def weigh(progress: Progress, drafts: Sequence[int], probs: Tensor | None) -> list[Proposed | None]:
+    """For each row of a block the draft that its choice is made with: none after the last one, and none at all where
+    the request wants the tokens of its seed. `probs` (L, V) are the drafts' distributions, None where certain."""
+    if not progress.params.draft_sampling:
+        return [None] * (len(drafts) + 1)
+    return [*(Proposed(token, None if probs is None else probs[i]) for i, token in enumerate(drafts)), None]
+
+
+def choices(
+    progress: Progress, out: TargetOutput, first: int, weighed: Sequence[Proposed | None], *, epsilon: float
+) -> Callable[[int], Choice]:
+    """The target's choice after each row of a block, which begins at row `first` of a forward and has a row for each of
+    `weighed`.
 
     Plain greedy requests have all rows decided at once; the others ask row by row, since what was committed counts.
     """
-    rows = slice(first, first + num)
+    rows = slice(first, first + len(weighed))
     if out.top_ids is not None and out.top_values is not None:
         return _greedy(out.top_ids[rows], out.top_values[rows]).__getitem__
     assert out.logits is not None
@@ -79,11 +93,11 @@ def choices(progress: Progress, out: TargetOutput, first: int, num: int, *, epsi
     if progress.is_plain_greedy:
         ids, values = best(logits, num_best(epsilon))
         return _greedy(ids.tolist(), values.tolist()).__getitem__
-    return lambda i: choose_next(progress, logits[i])
+    return lambda i: choose_next(progress, logits[i], weighed[i])
 
 
-def choose_next(progress: Progress, row: Tensor) -> Choice:
-    """The request's next token from logits (V,)."""
+def choose_next(progress: Progress, row: Tensor, draft: Proposed | None) -> Choice:
+    """The request's next token from logits (V,), and with a draft where it weighs one."""
     return choose(
         row,
         progress.params,
@@ -91,6 +105,7 @@ def choose_next(progress: Progress, row: Tensor) -> Choice:
         prompt=progress.request.prompt_ids,
         generated=progress.token_ids,
         banned=progress.banned,
+        draft=draft,
     )
 
 
