@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hyflash import api, environment, hub
@@ -21,6 +22,7 @@ from hyflash.bench import workloads
 from hyflash.cli.main import calm_libraries
 from hyflash.core import Proposal, Request, SamplingParams, TargetOptions
 from hyflash.drafters.base import Drafter
+from hyflash.drafters.compose import Composite
 from hyflash.errors import UserError
 
 
@@ -37,17 +39,18 @@ def arguments() -> argparse.Namespace:
 
 
 def spoil(drafter: Drafter, vocab_size: int) -> Drafter:
-    """Make every token it proposes another one, in place."""
-    honest: Callable[..., Proposal] = drafter.propose
-
-    def propose(*args: Any) -> Proposal:
-        proposal = honest(*args)
-        return proposal._replace(
-            drafts=[d._replace(tokens=[(t + 1) % vocab_size for t in d.tokens]) for d in proposal.drafts]
-        )
-
-    object.__setattr__(drafter, "propose", propose)
+    """Make every token it proposes another one, in place; of a composition, every part's."""
+    parts = [m for m in drafter.modules() if isinstance(m, Drafter) and not isinstance(m, Composite)]
+    for part in parts:
+        object.__setattr__(part, "propose", partial(_spoilt, part.propose, vocab_size))
     return drafter
+
+
+def _spoilt(honest: Callable[..., Proposal], vocab_size: int, *args: Any) -> Proposal:
+    proposal = honest(*args)
+    return proposal._replace(
+        drafts=[d._replace(tokens=[(t + 1) % vocab_size for t in d.tokens]) for d in proposal.drafts]
+    )
 
 
 def main() -> int:

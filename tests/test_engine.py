@@ -456,6 +456,24 @@ def test_measured_times_correct_a_table_from_a_busy_moment() -> None:
     assert policy.choose(stats, most=4, num_rows=1) == 4
 
 
+def test_a_request_after_one_in_which_no_draft_was_right_tries_less_and_goes_on_at_the_first_success() -> None:
+    policy = AdaptiveLength({1: 1.0, 5: 1.5}, max_draft_tokens=4)
+
+    def tries(accepted: int, num_rounds: int = 200) -> int:
+        stats, found = policy.new_stats(), 0
+        for _ in range(num_rounds):
+            length = policy.choose(stats, most=4, num_rows=1)
+            stats.observe(length, min(length, accepted))
+            policy.observe_times(draft_sec=0.0, verify_sec=1e-3, width=1 + length, num_rows=1)
+            found += length > 0
+        return found
+
+    first, second = tries(0), tries(0)
+    assert 0 < second < first
+    assert tries(4) > 150
+    assert tries(4, 20) >= 18, "nothing of the bad ones is left"
+
+
 def test_a_slow_moment_does_not_make_drafts_look_free_for_ever() -> None:
     policy = AdaptiveLength({1: 1.0, 2: 1.1, 4: 1.4}, max_draft_tokens=3)
     policy.observe_times(draft_sec=0.0, verify_sec=0.010, width=1, num_rows=1)  # held up by other work

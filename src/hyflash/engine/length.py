@@ -110,6 +110,8 @@ class AdaptiveLength(LengthPolicy):
     """
 
     MAX_PAUSE = 64
+    FIRST_PAUSE_AT_MOST = 32
+    """After a first try in vain, where the request before ended with longer ones: this may be another kind of text."""
     EMPTY = 8
     """Rounds without a draft before pauses begin, and the longest pause."""
 
@@ -117,10 +119,13 @@ class AdaptiveLength(LengthPolicy):
         self.max_draft_tokens = max_draft_tokens
         self._costs = RoundCosts(costs, max_draft_tokens=max_draft_tokens, one_sec=one_sec)
         self._record = RowStats(max(1, max_draft_tokens))
+        self._last_pause = RowStats.FIRST_PAUSE
 
     def new_stats(self) -> RowStats:
-        """Starts from what earlier requests accepted."""
-        return RowStats(max(1, self.max_draft_tokens), self._record)
+        """Starts from what earlier requests accepted, and with a longer pause where theirs were long."""
+        stats = RowStats(max(1, self.max_draft_tokens), self._record)
+        stats.pause = min(self._last_pause, self.FIRST_PAUSE_AT_MOST)
+        return stats
 
     def prices(self, num_rows: int) -> Prices | None:
         """From the table as it is by now."""
@@ -149,9 +154,9 @@ class AdaptiveLength(LengthPolicy):
         best = max(range(most + 1), key=lambda k: tokens[k] / (forward[k] + (draft if k else 0.0)), default=0)
         if best == 0 and most > 0:
             stats.rounds_off = stats.pause
-            stats.pause = min(2 * stats.pause, self.MAX_PAUSE)
+            stats.pause = self._last_pause = min(2 * stats.pause, self.MAX_PAUSE)
             return min(most, 2)  # one cheap try, then the pause
-        stats.pause = RowStats.FIRST_PAUSE
+        stats.pause = self._last_pause = RowStats.FIRST_PAUSE
         return best
 
     def observe_times(self, *, draft_sec: float, verify_sec: float, width: int, num_rows: int) -> None:
