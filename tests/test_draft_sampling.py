@@ -499,6 +499,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "hyflash": ("hyflash", {"correction": "gru", "start": "ridge", "draft_vocab_size": 32}),
     "domino": ("domino", {"draft_vocab_size": 32}),
     "dspark": ("dspark", {"markov": "rnn"}),
+    "dels": ("dels", {}),
     "dflash2": ("dflash2", {"selector_top_k": 16}),
     "dcoco": ("dcoco", {"draft_vocab_size": 32, "selector_top_k": 16}),
 }
