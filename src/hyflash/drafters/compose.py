@@ -32,6 +32,7 @@ from hyflash.drafters.late import LATE_PIECES, LateCommits
 from hyflash.errors import UserError
 from hyflash.ops.kernels import Kernels
 
+NOTHING = Draft()
 PRIOR_RATE = 0.45
 """Acceptance rate of a part that has neither stated a confidence nor been tried: a small block drafter's first slot."""
 FORGET = 0.9
@@ -323,9 +324,6 @@ class Composite(Drafter):
             for choice, own in zip(choices, drafts, strict=True)
         ]
         return Proposal(merged, probs, num_nonfinite)
-
-
-NOTHING = Draft()
 
 
 def _expected(rates: Sequence[float]) -> float:
