@@ -225,7 +225,6 @@ _CALLS = {
     "hk_model_set_embedding": (None, [_P, _I, _P]),
     "hk_seq_open": (_I, [_P]),
     "hk_seq_close": (None, [_P, _I]),
-    "hk_seq_length": (_L, [_P, _I]),
     "hk_seq_truncate": (None, [_P, _I, _L]),
     "hk_kv_bytes": (_L, [_P]),
     "hk_kv_reserved_bytes": (_L, [_P]),

@@ -258,7 +258,6 @@ HK_API void hk_model_set_embedding(hk_model*, int32_t type, const void* rows);
 
 HK_API int32_t hk_seq_open(hk_model*);
 HK_API void hk_seq_close(hk_model*, int32_t seq);
-HK_API int64_t hk_seq_length(const hk_model*, int32_t seq);
 HK_API void hk_seq_truncate(hk_model*, int32_t seq, int64_t length);
 HK_API int64_t hk_kv_bytes(const hk_model*);
 /* Bytes of memory kept for keys and values, free pages included, and of what forwards keep beside them. */

@@ -195,7 +195,6 @@ void hk_model_set_embedding(hk_model* m, int32_t type, const void* rows) {
 
 int32_t hk_seq_open(hk_model* m) { return m->model.caches.open(); }
 void hk_seq_close(hk_model* m, int32_t seq) { m->model.caches.close(seq); }
-int64_t hk_seq_length(const hk_model* m, int32_t seq) { return m->model.caches.length(seq); }
 void hk_seq_truncate(hk_model* m, int32_t seq, int64_t length) { m->model.caches.set_length(seq, length); }
 int64_t hk_kv_bytes(const hk_model* m) { return m->model.caches.nbytes(); }
 int64_t hk_kv_reserved_bytes(const hk_model* m) { return m->model.caches.reserved_bytes(); }
