@@ -14,7 +14,7 @@ import torch
 
 from hyflash import checkpoint, drafters, hub
 from hyflash.bench import costs
-from hyflash.core import DRAFT_WEIGHTS, TargetHooks, TargetOptions
+from hyflash.core import DRAFT_WEIGHTS, LENGTHS, TargetHooks, TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.decode import Engine, Exact
 from hyflash.engine.length import AdaptiveLength, FixedLength, LengthPolicy
@@ -27,7 +27,6 @@ from hyflash.targets.base import Target
 from hyflash.text import Tokenizer
 
 DEFAULT_DRAFT_TOKENS = 5
-LENGTHS = ("adaptive", "nightjar", "fixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,6 +163,8 @@ QUANTS = ("none", "q8_0", "q4_0", "q4_1")
 KV_TYPES = ("float16", "bfloat16", "float32", "int8")
 DRAFT_WEIGHTS = ("q4_1", "q4_0", "q8_0", "bfloat16", "float32", "torch")
 """The first is the default."""
+LENGTHS = ("adaptive", "nightjar", "fixed")
+"""How draft lengths are chosen."""
 MAX_THREADS = 1024
 """Far above any use; the thread library ends the whole process when it cannot make as many as asked."""
 
@@ -248,12 +250,8 @@ class TargetOutput:
     """Result of one target forward, rows in the order of `Rows.tokens`."""
 
     logits: Tensor | None  # (N or B, V) float32, by Rows.logits; None where the best ones below take its place
-    features: (
-        Tensor | None
-    )  # (N, C, D) in the order of Rows.taps, clamped to +-65504; the target does not touch it again
-    top_ids: Sequence[Sequence[int]] | None = (
-        None  # (N or B, Rows.top), best first, the lower id among equals, NaN first
-    )
+    features: Tensor | None  # (N, C, D) in the order of Rows.taps, clamped to +-65504; not written to again
+    top_ids: Sequence[Sequence[int]] | None = None  # (N or B, Rows.top), NaN first, then the best, of equals the lowest
     top_values: Sequence[Sequence[float]] | None = None  # (N or B, Rows.top)
 
 

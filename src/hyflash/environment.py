@@ -6,10 +6,12 @@ loaded already or asked for; `row_invariance()` multiplies a few matrices.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -152,6 +154,12 @@ def row_invariance() -> dict[str, Any]:
 def free_memory_bytes() -> int | None:
     """Memory that programs could have now without swapping; None where the system does not say."""
     return _memory_bytes("MemAvailable")
+
+
+def return_freed_memory() -> None:
+    """Have the C library give freed memory back to the system, which glibc only does when asked."""
+    with suppress(OSError, AttributeError, TypeError):  # other systems know no such call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _memory_bytes(field: str) -> int | None:

@@ -6,12 +6,11 @@ works token by token, so a text does not depend on how tokens were grouped into 
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hyflash.environment import return_freed_memory
 from hyflash.errors import UserError, reason
 
 REPLACEMENT = "�"
@@ -36,7 +35,7 @@ class Tokenizer:
 
         try:
             tokenizer = cls(AutoTokenizer.from_pretrained(str(path), trust_remote_code=False), str(path))
-            _return_freed_memory()
+            return_freed_memory()  # what reading a large vocabulary left behind, about 27 MB of 152K tokens
             return tokenizer
         except Exception as err:  # transformers raises many kinds here
             raise UserError(f"no tokenizer could be loaded from {str(path)!r}: {reason(err)}") from err
@@ -166,13 +165,6 @@ def _plain_backend(tokenizer: Any) -> Any:
     own = type(tokenizer)
     is_plain = issubclass(own, Fast) and (own.decode, own._decode) == (Fast.decode, Fast._decode)
     return tokenizer.backend_tokenizer if is_plain else None
-
-
-def _return_freed_memory() -> None:
-    """Give back what reading a large vocabulary left behind, about 27 MB of 152K tokens: glibc keeps it otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _overlap(text: str, stop: str) -> int:

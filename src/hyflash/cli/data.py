@@ -222,13 +222,13 @@ def ngrams(
     from hyflash.data.disk import new_directory
     from hyflash.drafters import ngram
     from hyflash.environment import provenance
+    from hyflash.train.card import target_facts
 
     config = ngram.NgramConfig.parse({"max_context": max_context}, where="hyflash data ngrams")
     files = [read_answers(path) for path in answers]
     loaded = loading.load_target(target, TargetOptions(), quiet=quiet)
     texts = [(answer.prompt_ids, answer.answer_ids) for file in files for answer in file.answers]
     drafter = ngram.count(texts, config, loaded.model.hooks())
-    info = loaded.model.info
     counts = {
         "num_answers": len(texts),
         "num_tokens": sum(len(answer) for _, answer in texts),
@@ -237,7 +237,7 @@ def ngrams(
         "num_duplicates": sum(file.num_duplicates for file in files),
     }
     card = {
-        "target": {"name": info.name, "fingerprint": info.fingerprint, "family": info.family, "dtype": info.dtype},
+        "target": target_facts(loaded.model.info),
         "drafter": "ngram",
         "target_layer_ids": [],
         "data": {"answers": [path.name for path in answers], "sampling": [file.meta.get("sampling") for file in files]},

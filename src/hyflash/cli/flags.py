@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hyflash.core import SamplingParams
+from hyflash.core import LENGTHS, SamplingParams
 from hyflash.errors import UserError, nearest
 
 Target = Annotated[
@@ -103,7 +103,6 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress or summa
 
 
 EXACT = ("auto", "recheck", "off")
-LENGTHS = ("adaptive", "nightjar", "fixed")
 
 
 def check_words(*, exact: str = "auto", length: str = "adaptive") -> None:

@@ -182,6 +182,14 @@ def to_proposal(tokens: Tensor, lengths: Sequence[int], probs: Tensor, num_nonfi
     return Proposal([Draft(ids[:n], rates[:n]) for ids, rates, n in rows], num_nonfinite=num_nonfinite)
 
 
+def cut_at_nonfinite(finite: Tensor, wanted: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Tokens of each row before its first position that is not finite (B, L) bool, `wanted` (B) at most, and the number
+    of rows that it cut short."""
+    good = finite.long().cumprod(1).sum(1).tolist()
+    lengths = tuple(min(w, g) for w, g in zip(wanted, good, strict=True))
+    return lengths, sum(g < min(w, finite.shape[1]) for w, g in zip(wanted, good, strict=True))
+
+
 def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...], Tensor, int]:
     """Greedy tokens of a block, cut at the first non-finite position.
 
@@ -189,9 +197,7 @@ def pick_tokens(logits: Tensor, wanted: tuple[int, ...]) -> tuple[Tensor, tuple[
     float32, and the number of rows cut short.
     """
     finite = torch.isfinite(logits).all(-1)  # (B, L)
-    good = finite.long().cumprod(1).sum(1).tolist()
+    lengths, cut = cut_at_nonfinite(finite, wanted)
     clean = torch.where(finite[..., None], logits, torch.zeros_like(logits)).float()
     probs, tokens = clean.softmax(-1).max(-1)
-    lengths = tuple(min(w, g, logits.shape[1]) for w, g in zip(wanted, good, strict=True))
-    cut = sum(g < min(w, logits.shape[1]) for w, g in zip(wanted, good, strict=True))
     return tokens, lengths, probs, cut

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hyflash.core import DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TargetHooks, TrainBatch
 from hyflash.drafters import hyflash
-from hyflash.drafters.base import DrafterConfig, to_proposal
+from hyflash.drafters.base import DrafterConfig, cut_at_nonfinite, to_proposal
 from hyflash.drafters.context import BlockState
 from hyflash.drafters.hyflash import BackboneConfig
 from hyflash.drafters.objective import TrainingHead, hit_metrics, row_weights, tokens_before, training_head
@@ -154,9 +154,7 @@ class SelectingDrafter(hyflash.DrafterImpl):
         logprobs, ids = self._listed(state, request, hidden)
         picker = Picker(request.draws)
         path = walk(self.candidate_selector, hidden, self._anchors(request), logprobs, ids, picker)
-        good = path.finite.long().cumprod(1).sum(1).tolist()
-        lengths = tuple(min(w, g) for w, g in zip(wanted, good, strict=True))
-        cut = sum(g < min(w, hidden.shape[1]) for w, g in zip(wanted, good, strict=True))
+        lengths, cut = cut_at_nonfinite(path.finite, wanted)
         tokens = ids.gather(-1, path.places[..., None])[..., 0]
         proposal = to_proposal(tokens, lengths, path.probs.nan_to_num(), cut)
         return picker.finish(proposal, ids, self.hooks.info.vocab_size, stated=False)

@@ -8,11 +8,9 @@ again; a drafter that is not from a file stays. What the drafter knows of the te
 
 from __future__ import annotations
 
-import ctypes
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -120,7 +118,7 @@ class Offload:
             return False
         for part in self._parts:
             part.release()
-        _give_back()
+        environment.return_freed_memory()
         self.is_away = True
         self.num_released += 1
         self._room_since = None
@@ -182,12 +180,6 @@ def read_again(
             yield part, target.forward(rows).features
     finally:
         target.close(seq)
-
-
-def _give_back() -> None:
-    """Have the C library return freed memory to the system, which glibc only does when asked."""
-    with suppress(OSError, AttributeError, TypeError):  # other systems know no such call
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _parts(drafter: Drafter) -> list[Drafter]:

@@ -17,6 +17,11 @@ from hyflash.train.recipe import Recipe
 from hyflash.train.state import RunState
 
 
+def target_facts(info: TargetInfo) -> dict[str, Any]:
+    """What a card says of the target, by which `checkpoint.made_for` knows it again."""
+    return {"name": info.name, "fingerprint": info.fingerprint, "family": info.family, "dtype": info.dtype}
+
+
 def make_card(
     recipe: Recipe,
     *,
@@ -32,12 +37,7 @@ def make_card(
     thinking = sampling.get("thinking") if isinstance(sampling, Mapping) else None
     measured = ("tau", "tau_loop_free", "tau_mean_of_requests", "tau_by_domain", "acceptance_by_position")
     return {
-        "target": {
-            "name": target.name,
-            "fingerprint": target.fingerprint,
-            "family": target.family,
-            "dtype": target.dtype,
-        },
+        "target": target_facts(target),
         "drafter": recipe.drafter,
         "init": recipe.init,
         "target_layer_ids": list(drafter.target_layer_ids),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyflash.bench.report.groups import Entry, Group
+from hyflash.bench.report.groups import Group, Rows
 from hyflash.bench.report.lines import Bench, BenchRow
 from hyflash.bench.report.page import (
     NONE,
@@ -38,7 +38,6 @@ _INTRO = (
     "is right. The rate at position i is the share of the drafts at i that were accepted, of those whose "
     "forerunners were."
 )
-Rows = list[tuple[Entry, BenchRow]]
 
 
 def section(groups: Sequence[Group]) -> Section | None:

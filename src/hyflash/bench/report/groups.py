@@ -30,6 +30,10 @@ class Entry:
     label: str = ""
 
 
+Rows = list[tuple[Entry, BenchRow]]
+"""What drafters did at one place."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Group:
     """Runs that share tables."""
@@ -69,7 +73,7 @@ class Group:
             for domain, sha in keys
         }
 
-    def domains(self, *, stretched: bool) -> dict[str, list[tuple[Entry, BenchRow]]]:
+    def domains(self, *, stretched: bool) -> dict[str, Rows]:
         """Rows by the labels of `places`."""
         return {
             label: [

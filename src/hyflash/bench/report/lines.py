@@ -217,6 +217,17 @@ class Exactness(_Fields):
     provenance: Provenance
 
 
+class _OfBenchmark(_Fields):
+    """What the scripts in `benchmarks/` write beside their results."""
+
+    settings: dict[str, Any]
+    provenance: Provenance
+
+    @property
+    def target(self) -> str:
+        return str(self.settings.get("target", "-"))
+
+
 class PassRow(_Fields):
     """Draft passes on one path at one context."""
 
@@ -230,16 +241,10 @@ class PassRow(_Fields):
     pass_ms_min: float
 
 
-class DraftPass(_Fields):
+class DraftPass(_OfBenchmark):
     """`benchmarks/draft_pass.py`."""
 
-    settings: dict[str, Any]
     results: Annotated[tuple[PassRow, ...], Field(min_length=1)]
-    provenance: Provenance
-
-    @property
-    def target(self) -> str:
-        return str(self.settings.get("target", "-"))
 
 
 class PolicyShare(_Fields):
@@ -261,16 +266,10 @@ class LengthTrace(_Fields):
     policies: dict[str, PolicyShare]
 
 
-class LengthPolicies(_Fields):
+class LengthPolicies(_OfBenchmark):
     """`benchmarks/length_policies.py`."""
 
-    settings: dict[str, Any]
     results: Annotated[tuple[LengthTrace, ...], Field(min_length=1)]
-    provenance: Provenance
-
-    @property
-    def target(self) -> str:
-        return str(self.settings.get("target", "-"))
 
 
 class BothPerplexities(_Fields):

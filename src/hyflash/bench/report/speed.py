@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hyflash.bench.report.groups import Entry, Group
+from hyflash.bench.report.groups import Group, Rows
 from hyflash.bench.report.lines import BenchRow
 from hyflash.bench.report.page import (
     NONE,
@@ -37,7 +37,6 @@ _CONTEXTS = (
     "Prompts stretched to a number of tokens. Tau has its 95 % bootstrap interval over prompts, the speed-up its 10 % "
     "and 90 % quantiles; a run with one prompt a domain has neither."
 )
-Rows = list[tuple[Entry, BenchRow]]
 Value = Callable[[BenchRow], tuple[float | None, float | None, float | None]]
 """A row's value, and its interval where it has one."""
 
