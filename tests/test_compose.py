@@ -313,6 +313,19 @@ def test_each_part_sees_the_verdicts_on_its_own_drafts_only() -> None:
     assert block.verdicts[-1] == Verdict([Draft(), Draft([8] * 2, [])], [0, 1])
 
 
+def test_each_part_hears_what_the_target_said_after_the_drafts_of_all() -> None:
+    cheap, block = Fake(token=7, confidence=0.9), Fake(token=8, taps=(0,))
+    cheap.recycles = True
+    drafter = Composite([("cheap", cheap), ("block", block)])
+    assert drafter.recycles
+    assert not Composite([("block", block), ("same", Fake())]).recycles
+    state = drafter.new_state(2)
+    cheap.empty_rows = {1}
+    verdict = judged(ask(drafter, state, 3, 3), 1, 2)._replace(replies=[[(7, 5)], [(8, 6)]])
+    feed(drafter, state, [3, 7], [3, 8, 8], verdict=verdict)
+    assert [part.verdicts[-1].replies for part in (cheap, block)] == [[[(7, 5)], [(8, 6)]]] * 2
+
+
 def test_lookup_inside_learns_from_its_own_verdicts_only() -> None:
     drafter = Composite([("lookup", lookup()), ("block", Fake(token=50, taps=(0,), confidence=0.9))])
     state = drafter.new_state(1)

@@ -222,7 +222,7 @@ def test_a_verdict_brings_each_draft_back_as_it_was_made_and_cut_to_what_was_ver
     results = Engine(target, drafter, policy=FixedLength(3)).generate(requests)
     lengths, next_anchors = set(), dict[int, int | None]()
     for commit in drafter.commits:
-        drafts, accepted, followers = commit.verdict or Verdict([], [])
+        drafts, accepted, followers, _ = commit.verdict or Verdict([], [])
         rows = zip(drafts, accepted, followers, commit.rows, commit.tokens, strict=commit.verdict is not None)
         for draft, hits, follower, row, tokens in rows:
             assert next_anchors.pop(row, tokens[0]) == tokens[0], "what follows is the next anchor"

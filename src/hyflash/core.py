@@ -306,6 +306,9 @@ class Verdict(NamedTuple):
     """B"""
     followers: Sequence[int | None] = ()
     """B, the target's own token after the accepted ones, the next anchor; None where the text ended without."""
+    replies: Sequence[Sequence[tuple[int, int]]] = ()
+    """B, of each row's verified drafts, rejected ones included, the pairs (draft token, most likely token after it).
+    Only where the drafter or a part of it recycles them (`Drafter.recycles`); in a composition also of other parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

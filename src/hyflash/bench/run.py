@@ -131,7 +131,7 @@ def acceptance_only(
     progress: Progress | None = None,
 ) -> list[Row]:
     """Acceptance at a fixed draft length from plain answers, decoded in one batch, and replays of each drafter; with
-    `draft_sampling` from answers that each drafter's engine decodes."""
+    `draft_sampling`, and for drafters that recycle what is said after rejected drafts, from decoding in earnest."""
     if params.draft_sampling:
         return _sampled(plain, drafters, workloads, params, num_draft_tokens=num_draft_tokens, progress=progress)
     taps = tuple(sorted({tap for _, d in drafters for tap in d.target_layer_ids}))
@@ -147,7 +147,11 @@ def acceptance_only(
         for group in _groups(answers):
             recordings = [record(plain.target, taps, a.prompt_ids, a.token_ids) for a in group]
             for (name, drafter), results in zip(drafters, replays, strict=True):
-                results += measure(drafter, recordings, num_draft_tokens)
+                if drafter.recycles:
+                    prompts = [a.prompt_ids for a in group]
+                    results += _decode_all(plain.target, drafter, prompts, params, num_draft_tokens=num_draft_tokens)
+                else:
+                    results += measure(drafter, recordings, num_draft_tokens)
                 done += len(group)
                 if progress:
                     progress(done, total, f"{workload.domain} {name}")
@@ -171,10 +175,21 @@ def _sampled(
             name, drafter = named
             if progress:
                 progress(len(rows), len(workloads) * len(drafters), f"{workload.domain} {name}")
-            engine = Engine(plain.target, drafter, policy=FixedLength(num_draft_tokens))
-            results = engine.generate([Request(prompt_ids=p, params=params) for p in workload.prompts])
-            rows.append(_row(named, workload, [_checked(r) for r in results], None, plain.target))
+            results = _decode_all(plain.target, drafter, workload.prompts, params, num_draft_tokens=num_draft_tokens)
+            rows.append(_row(named, workload, results, None, plain.target))
     return rows
+
+
+def _decode_all(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[tuple[int, ...]],
+    params: SamplingParams,
+    *,
+    num_draft_tokens: int,
+) -> list[Result]:
+    engine = Engine(target, drafter, policy=FixedLength(num_draft_tokens))
+    return [_checked(r) for r in engine.generate([Request(prompt_ids=p, params=params) for p in prompts])]
 
 
 def differences(rows: Sequence[Row]) -> list[dict[str, Any]]:

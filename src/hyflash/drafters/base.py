@@ -79,6 +79,8 @@ class Drafter(nn.Module, ABC):
     """Whether `propose` may cut what the length policy asked for, by `DraftRequest.prices` and its own confidence."""
     samples: bool = False
     """Whether `propose` can sample drafts for the rows with `DraftRequest.draws`."""
+    recycles: bool = False
+    """Whether `commit` wants `Verdict.replies`: what the target would have said after drafts, also rejected ones."""
     calibrates: bool = False
     """Whether `calibrate` has something to fit."""
     max_draft_tokens: int = 0

@@ -117,6 +117,7 @@ class Composite(Drafter):
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
         self.samples = any(d.samples for d in self._drafters)
+        self.recycles = any(d.recycles for d in self._drafters)
         self._record = Evidence(len(names), RECORD_FORGET)  # of all rows so far
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
         self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
@@ -362,7 +363,11 @@ def _members(new: Commit, members: Sequence[int]) -> Commit:
         return new
     at, verdict = list(members), new.verdict
     if verdict is not None:
-        verdict = Verdict([verdict.drafts[b] for b in at], [verdict.num_accepted[b] for b in at])  # as parts hear it
+        verdict = Verdict(  # as parts hear it
+            [verdict.drafts[b] for b in at],
+            [verdict.num_accepted[b] for b in at],
+            replies=[verdict.replies[b] for b in at] if verdict.replies else (),
+        )
     tokens = [new.tokens[b] for b in at]
     features = None if new.features is None else new.features[at, : max(map(len, tokens))]
     return Commit(rows=[new.rows[b] for b in at], tokens=tokens, features=features, verdict=verdict)
@@ -403,11 +408,12 @@ def _subset(request: DraftRequest, *, members: Sequence[int], part: Drafter) -> 
 
 
 def _own(verdict: Verdict | None, p: int, name: str) -> Verdict | None:
-    """The verdict as one part sees it: nothing drafted in rows that another part drafted."""
+    """The verdict as one part sees it: nothing drafted in rows that another part drafted, but the target's replies."""
     if verdict is None:
         return None
     drafts = [_of_part(draft, p) if _is_from(draft, name) else NOTHING for draft in verdict.drafts]
-    return Verdict(drafts, [n if draft.tokens else 0 for n, draft in zip(verdict.num_accepted, drafts, strict=True)])
+    accepted = [n if draft.tokens else 0 for n, draft in zip(verdict.num_accepted, drafts, strict=True)]
+    return Verdict(drafts, accepted, replies=verdict.replies)
 
 
 def _of_part(draft: Draft, p: int) -> Draft:

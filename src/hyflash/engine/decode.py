@@ -37,7 +37,7 @@ from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.offload import Offload, read_again
 from hyflash.engine.progress import Progress, check_params, check_request
-from hyflash.engine.verify import choices, num_best, verify, weigh
+from hyflash.engine.verify import choices, num_best, replies, verify, weigh
 from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
@@ -80,6 +80,7 @@ class Engine:
         self._prefill_chunk = prefill_chunk
         self._drafter_name = type(drafter).__module__.rpartition(".")[2]
         self._taps = drafter.target_layer_ids if drafter is not None else ()
+        self._recycles = drafter is not None and drafter.recycles
         self._state: State | None = drafter.new_state(max_rows) if drafter is not None else None
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._waiting: deque[Progress] = deque()
@@ -264,7 +265,7 @@ class Engine:
             events.append(p.event(tuple(p.token_ids[before:]), num_drafted, num_accepted))
         ready = time.perf_counter()
         if asked:
-            verdict = Verdict(drafts, accepted, followers)
+            verdict = Verdict(drafts, accepted, followers, replies(out, drafts) if self._recycles else ())
             self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
         else:
             self._commit_later(running, kept, out.features, rows.lengths)

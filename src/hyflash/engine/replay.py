@@ -24,6 +24,7 @@ from hyflash.core import (
 from hyflash.drafters.base import Drafter, State
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
+from hyflash.errors import HyflashError
 from hyflash.targets.base import Target
 from hyflash.targets.replay import Recording, ReplayTarget
 
@@ -45,7 +46,10 @@ def record(target: Target, taps: Sequence[int], prompt_ids: Sequence[int], answe
 def measure(
     drafter: Drafter, recordings: Sequence[Recording], num_draft_tokens: int, *, max_rows: int = 16
 ) -> list[Result]:
-    """Replay each recording that has an answer to its end, with a fixed draft length."""
+    """Replay each recording that has an answer to its end, with a fixed draft length. No replay knows what the target
+    says after rejected drafts, so it is not for drafters that recycle that."""
+    if drafter.recycles:
+        raise HyflashError("a drafter that recycles what the target says cannot be replayed.")
     kept = [r for r in recordings if r.answer_ids]
     replay = ReplayTarget(drafter.hooks, list(kept))
     engine = Engine(replay, drafter, policy=FixedLength(num_draft_tokens), max_rows=max(1, min(max_rows, len(kept))))

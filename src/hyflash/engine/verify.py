@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hyflash.core import TargetOutput
+from hyflash.core import Draft, TargetOutput
 from hyflash.engine.progress import Progress
 from hyflash.sampling import Choice, Proposed, choose
 
@@ -94,6 +94,21 @@ def choices(
         ids, values = best(logits, num_best(epsilon))
         return _greedy(ids.tolist(), values.tolist()).__getitem__
     return lambda i: choose_next(progress, logits[i], weighed[i])
+
+
+def replies(out: TargetOutput, drafts: Sequence[Draft]) -> list[list[tuple[int, int]]]:
+    """Of each row's block [anchor, d_1 .. d_n] in a forward the pairs (d_i, most likely token after it)."""
+    if out.top_ids is not None:
+        ids = [row[0] for row in out.top_ids]
+    else:
+        assert out.logits is not None
+        ids = best(out.logits, 1)[0][:, 0].tolist()
+    pairs, first = [], 0
+    for draft in drafts:
+        after = ids[first + 1 : first + 1 + len(draft.tokens)]
+        pairs.append(list(zip(draft.tokens, after, strict=True)))
+        first += 1 + len(draft.tokens)
+    return pairs
 
 
 def choose_next(progress: Progress, row: Tensor, draft: Proposed | None) -> Choice:
