@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fake_training import WIDTH, FakeTarget, make_answers
 from hyflash.data.anchors import AnchorOptions, build_batch
 from hyflash.data.answers import Answer, read_answers
 from hyflash.data.capture import Example, LiveSource, capture
+from hyflash.data.joined import JoinedSource
 from hyflash.data.shards import ShardReader, plan_shards, write_shards
 from hyflash.errors import NonFiniteError, UserError
 
@@ -99,6 +101,28 @@ def test_live_and_shards_give_the_same_batches(tmp_path: Path, num: int) -> None
         b = build_batch(live.fetch(order), options, seed=3, epoch=epoch)
         for name in ("tokens", "features", "lengths", "loss_mask", "anchors", "anchor_mask", "weights"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_captures_are_joined_where_they_are_of_one_target_and_share_no_example(tmp_path: Path) -> None:
+    answers = make_answers(8)
+    write_shards(FakeTarget(), answers, tmp_path / "all", taps=TAPS)
+    write_shards(FakeTarget(), answers[:3], tmp_path / "a", taps=TAPS)
+    write_shards(FakeTarget(), answers[3:], tmp_path / "b", taps=TAPS)
+    write_shards(FakeTarget(), answers[3:], tmp_path / "other", taps=TAPS[:1])
+    whole, a, b, other = (ShardReader(tmp_path / name) for name in ("all", "a", "b", "other"))
+    joined = JoinedSource([("a", a), ("b", b)])
+    assert list(joined.ids) == list(whole.ids)
+    assert replace(joined.info, data_hash="") == replace(whole.info, data_hash="")
+    assert joined.info.data_hash != JoinedSource([("b", b), ("a", a)]).info.data_hash
+    order = list(reversed(joined.ids))
+    assert all(same(x, y) for x, y in zip(joined.fetch(order), whole.fetch(order), strict=True))
+    assert [joined.length(i) for i in order] == [whole.length(i) for i in order]
+    assert torch.equal(joined.label_counts(order, 40), whole.label_counts(order, 40))
+    assert int(joined.label_counts([], 40).sum()) == 0
+    with pytest.raises(UserError, match=r"again: example .* is in another capture too"):
+        JoinedSource([("a", a), ("b", b), ("again", a)])
+    with pytest.raises(UserError, match=f"other: taps is .*, in a it is .*{TAPS[-1]}"):
+        JoinedSource([("a", a), ("other", other)])
 
 
 def test_plan_keeps_order_and_gives_long_answers_their_own_shard() -> None:

@@ -38,10 +38,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def recipe(shards: Path | None, drafter: dict[str, Any] | None = None, **options: Any) -> Recipe:
+def recipe(shards: Path | list[str] | None, drafter: dict[str, Any] | None = None, **options: Any) -> Recipe:
     """A small run; options go to [train], or to [data] where they belong there."""
     data: dict[str, Any] = {"held_out": 3, "batch_sequences": 2, "anchors_per_sequence": 4}
-    data |= {"shards": str(shards)} if shards else {}
+    data |= {"shards": str(shards) if isinstance(shards, Path) else shards} if shards else {}
     train: dict[str, Any] = {
         "steps": 6,
         "lr": 1e-2,
@@ -170,6 +170,15 @@ def test_live_capture_and_shards_train_the_same_drafter(tmp_path: Path) -> None:
     write_shards(FakeTarget(), answers, tmp_path / "shards", taps=TAPS)
     go(recipe(tmp_path / "shards"), tmp_path / "a")
     go(recipe(None, answers=str(tmp_path / "answers.jsonl")), tmp_path / "b")
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+def test_two_captures_train_what_one_of_all_their_answers_trains(tmp_path: Path) -> None:
+    answers = make_answers(9)
+    for name, part in (("all", answers), ("short", answers[:4]), ("long", answers[4:])):
+        write_shards(FakeTarget(), part, tmp_path / name, taps=TAPS)
+    go(recipe(tmp_path / "all"), tmp_path / "a")
+    go(recipe([str(tmp_path / "long"), str(tmp_path / "short")]), tmp_path / "b")
     assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 

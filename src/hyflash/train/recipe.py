@@ -45,7 +45,7 @@ class TargetTable(Options):
 class DataTable(AnchorOptions):
     """[data]: where examples come from and how batches are made of them. Exactly one of shards and answers."""
 
-    shards: str | None = Field(None, description="directory of `hyflash data capture`")
+    shards: str | tuple[str, ...] | None = Field(None, description="directory of `hyflash data capture`, or several")
     answers: str | None = Field(None, description="answers.jsonl of `hyflash data regenerate`, captured live")
     eval_shards: str | None = Field(None, description="held-out examples; none holds some of the training data out")
     held_out: int = Field(24, ge=0, description="number of held-out examples; 0 trains without evaluation")

@@ -26,6 +26,7 @@ from hyflash.data.anchors import to_device
 from hyflash.data.answers import read_answers
 from hyflash.data.capture import ExampleSource, LiveSource
 from hyflash.data.disk import clear_disk_errors, new_directory, recover
+from hyflash.data.joined import JoinedSource
 from hyflash.data.shards import ShardReader
 from hyflash.drafters.base import Drafter
 from hyflash.errors import NonFiniteError, UserError
@@ -106,7 +107,9 @@ def open_source(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> Exampl
         file = read_answers(data.answers)
         return LiveSource(target, file.answers, taps=taps, meta=file.meta, batch_tokens=data.batch_tokens)
     assert data.shards is not None
-    return _open_shards(data.shards, target, taps, verify=data.verify)
+    if isinstance(data.shards, str):
+        return _open_shards(data.shards, target, taps, verify=data.verify)
+    return JoinedSource([(path, _open_shards(path, target, taps, verify=data.verify)) for path in data.shards])
 
 
 def _open_shards(directory: str, target: Target, taps: tuple[int, ...], *, verify: bool) -> ExampleSource:
