@@ -1,8 +1,8 @@
 """Write more training prompts beside those of `smol_prompts.py`: `python recipes/smol_more_prompts.py DATA_DIR OUT.jsonl`.
 
-In: the same folder, with svamp, flan_cot (strategyqa) and nq_open (dev) beside. Out: one chat prompt a line, in the same
+In: the same folder, with svamp, flan_cot (strategyqa), nq_open (dev) and spec_bench beside. Out: one chat prompt a line, in the same
 three domains, about twice as many: the rest of GSM8K's training half, functions from all of the standard library, more
-topics. Prompts of the first set and evaluation sets are left out.
+topics. Prompts of the first set and of Spec-Bench are left out.
 """
 
 from __future__ import annotations
@@ -74,24 +74,32 @@ def maths(data: Path, rng: random.Random) -> list[str]:
     """Problems of GSM8K's training half that the first set may lack, and of SVAMP."""
     rows = [json.loads(x)["question"] for x in first._lines(data, "gsm8k/train.jsonl")]
     found = json.loads((data / "svamp/SVAMP.json").read_text(encoding="utf-8"))
-    return rng.sample(rows, 3500) + [row["Body"].rstrip(". ") + ". " + row["Question"] for row in rng.sample(found, 300)]
+    return rng.sample(rows, 3500) + [
+        row["Body"].rstrip(". ") + ". " + row["Question"] for row in rng.sample(found, 300)
+    ]
 
 
 def main(data: Path, out: Path) -> None:
-    """Write all prompts that the first set has not, shuffled."""
+    """Write all prompts that neither the first set nor Spec-Bench has, shuffled."""
     rng = random.Random(0)
     known = {text for make in (first.chat, first.code, first.maths) for text in make(data, rng)}
+    asked = map(json.loads, first._lines(data, "spec_bench/question.jsonl"))  # some of its questions are NQ-open's
+    evaluated = {_plain(turn) for row in asked for turn in row["turns"]}
     rng = random.Random(1)
     rows = {
         text: {"messages": [{"role": "user", "content": text}], "domain": make.__name__}
         for make in (chat, code, maths)
         for text in make(data, rng)
-        if text not in known
+        if text not in known and _plain(text) not in evaluated
     }
     mixed = list(rows.values())
     rng.shuffle(mixed)
     out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in mixed), encoding="utf-8")
     print(f"{len(mixed)} prompts -> {out}")  # noqa: T201
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().replace("?", " ").split())
 
 
 if __name__ == "__main__":
