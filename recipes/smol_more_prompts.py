@@ -1,8 +1,8 @@
 """More training prompts beside those of `smol_prompts.py`: `python recipes/smol_more_prompts.py DATA_DIR OUT.jsonl`.
 
-In: the same folder, with svamp, flan_cot (strategyqa), nq_open (dev) and spec_bench beside. Out: one chat prompt a line,
-in the same three domains, about twice as many: the rest of GSM8K's training half, functions from all of the standard
-library, more topics. Prompts of the first set and of Spec-Bench are left out.
+In: the same folder, with svamp, flan_cot (strategyqa), nq_open (dev) and spec_bench beside. Out: one chat prompt a
+line, in the same three domains, about twice as many: the rest of GSM8K's training half, functions from all of the
+standard library, more topics. Prompts of the first set and of Spec-Bench are left out.
 """
 
 from __future__ import annotations
