@@ -17,6 +17,7 @@ import torch
 
 from hyflash import checkpoint, hub
 from hyflash.bench import workloads
+from hyflash.bench.footprint import Footprint, footprints
 from hyflash.core import Request, Result, SamplingParams
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.block_config import DFlashConfig
@@ -57,6 +58,7 @@ class Diagnosis:
     checks: list[Check] = field(default_factory=list)
     probe: Acceptance | None = None
     expected_tau: float | None = None
+    memory: list[Footprint] = field(default_factory=list)
     likely_cause: str | None = None
 
     @property
@@ -78,6 +80,7 @@ class Diagnosis:
             "checks": [asdict(check) for check in self.checks],
             "probe": None if self.probe is None else {**asdict(self.probe), "loop_share": self.probe.loop_share},
             "expected_tau": self.expected_tau,
+            "memory": [asdict(one) for one in self.memory],
         }
 
 
@@ -106,6 +109,7 @@ def diagnose(
     _check_weights(diagnosis, drafter)
     _check_card(diagnosis, drafter, target, card)
     _probe(diagnosis, drafter, target, card, answers)
+    _check_memory(diagnosis, drafter, target)
 
 
 # ------------------------------------------------------------------------------------- static checks
@@ -231,6 +235,19 @@ def _check_card(diagnosis: Diagnosis, drafter: Drafter, target: Target, card: di
             altered = recipe is not None and not recipe.get("rope_theta")
             message = f"rotary base is {config.rope_theta:g}; the target's is {info.rope_theta:g}"
             diagnosis.add("rope", "fail" if altered else "warn", message)
+
+
+def _check_memory(diagnosis: Diagnosis, drafter: Drafter, target: Target) -> None:
+    diagnosis.memory = footprints(drafter, target)
+    wrong = [one for one in diagnosis.memory if one.measured_bytes not in (None, one.computed_bytes)]
+    if wrong:
+        one = wrong[0]
+        message = f"{one.measured_bytes} bytes found after {one.context} tokens, {one.computed_bytes} computed"
+        diagnosis.add("memory", "warn", message)
+    else:
+        found = [f"{one.context:,}" for one in diagnosis.memory if one.measured_bytes is not None]
+        said = f"bytes found after {' and '.join(found)} tokens are those computed" if found else "not measured"
+        diagnosis.add("memory", "ok", said)
 
 
 # ---------------------------------------------------------------------------------------------- probe

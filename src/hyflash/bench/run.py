@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hyflash.bench.footprint import CONTEXTS, computed
 from hyflash.bench.workloads import Workload
 from hyflash.core import Request, Result, Rows, SamplingParams
 from hyflash.drafters.base import Drafter
@@ -79,6 +80,8 @@ class Row:
     kv_bytes_per_token: int
     measured_bytes: int
     """Most drafter bytes one request held at its end."""
+    computed_bytes: dict[int, int]
+    """Drafter bytes of one text by its tokens."""
     results: tuple[Result, ...]
 
 
@@ -241,6 +244,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "state_bytes": row.state_bytes,
         "kv_bytes_per_token": row.kv_bytes_per_token,
         "measured_bytes": row.measured_bytes,
+        "computed_bytes": {str(context): row.computed_bytes[context] for context in CONTEXTS},
         "exact": row.exact,
         "forks": [asdict(fork) for fork in row.forks],
         "prompts_sha256": row.workload.sha256,
@@ -325,6 +329,7 @@ def _row(
         state_bytes=cost.state_bytes,
         kv_bytes_per_token=cost.kv_bytes_per_token,
         measured_bytes=max(r.draft_state_bytes for r in results),
+        computed_bytes={context: computed(drafter, context) for context in CONTEXTS},
         results=tuple(results),
     )
 

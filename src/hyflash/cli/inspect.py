@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,6 +106,8 @@ def doctor(
             typer.echo(f"{one.drafter} on {one.target}: {'healthy' if one.healthy else 'NOT healthy'}")
             for check in one.checks:
                 typer.echo(f"  {check.status:4}  {check.name}: {check.message}")
+            for line in report.memory([asdict(each) for each in one.memory]):
+                typer.echo(f"  {line}")
             if one.likely_cause:
                 typer.echo(f"  likely cause: {one.likely_cause}")
     if not healthy:

@@ -131,3 +131,12 @@ def size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} GB"
+
+
+def memory(footprints: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Drafter bytes of one text by context, for people; one line, none without footprints."""
+    parts = []
+    for one in footprints:
+        found = one["measured_bytes"]
+        parts.append(f"{one['context'] // 1000}k {size(one['computed_bytes'])}" + ("" if found is None else " (found)"))
+    return [f"memory of a text: {', '.join(parts)}"] if parts else []

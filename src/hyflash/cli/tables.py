@@ -38,6 +38,10 @@ def print_rows(table: dict[str, Any]) -> None:
     console.print(out)
     for line in _means(table["results"]):
         console.print(line)
+    for name, row in {row["drafter"]: row for row in table["results"]}.items():
+        found = max(one["measured_bytes"] for one in table["results"] if one["drafter"] == name)
+        bytes_at = ", ".join(f"{int(k) // 1000}k {size(v)}" for k, v in row["computed_bytes"].items())
+        console.print(f"memory of a text, {name}: {bytes_at}; most found here {size(found)}")
     for row in table["differences"]:
         low, high = row["interval"]
         console.print(
