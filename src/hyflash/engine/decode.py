@@ -37,6 +37,7 @@ from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.offload import Offload, read_again
 from hyflash.engine.progress import Progress, check_params, check_request
+from hyflash.engine.target_kv import RowKV
 from hyflash.engine.verify import choices, num_best, verify, weigh
 from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
@@ -88,6 +89,7 @@ class Engine:
         self._results: dict[int, Result] = {}
         self._next_id = 0
         self._late = LateCommits()
+        self._kv = RowKV(target) if drafter is not None and drafter.target_kv_layers else None
         self._max_rows, self._offload = max_rows, offload
 
     # ------------------------------------------------------------------------------------ requests
@@ -178,6 +180,8 @@ class Engine:
             progress = self._waiting.popleft()
             progress.row = self._free_rows.pop()
             progress.seq = self.target.open()
+            if self._kv is not None:
+                self._kv.seqs[progress.row] = progress.seq
             if self._state is not None:
                 self._state.reset(progress.row)
             self._stats[progress.request_id] = self.policy.new_stats()
@@ -310,6 +314,7 @@ class Engine:
                 num_tokens=[wanted[i] for i in chosen],
                 prices=prices,
                 draws=draws if any(draws) else None,
+                kv=self._kv,
             ),
         )
         self._count_nonfinite(proposal)
@@ -411,7 +416,7 @@ class Engine:
             for b, (tokens, width) in enumerate(zip(kept, widths, strict=True)):
                 padded[b, : len(tokens)] = features[first : first + len(tokens)]
                 first += width
-        commit = Commit(rows=[p.row for p in requests], tokens=kept, features=padded, verdict=verdict)
+        commit = Commit(rows=[p.row for p in requests], tokens=kept, features=padded, verdict=verdict, kv=self._kv)
         self.drafter.commit(self._state, commit)
 
     def _commit_later(
@@ -429,7 +434,7 @@ class Engine:
 
     def _catch_up(self, requests: list[Progress]) -> None:
         """Commit what was kept for later."""
-        late = self._late.take([p.row for p in requests])
+        late = self._late.take([p.row for p in requests], self._kv)
         if late is not None and self.drafter is not None and self._state is not None:
             self.drafter.commit(self._state, late)
 
