@@ -45,13 +45,13 @@ def walk(drafter: Drafter, text: Recording, num_draft_tokens: int) -> list[int]:
 
     def commit(begin: int, end: int, verdict: Verdict | None = None) -> None:
         features = None if text.features is None else text.features[None, begin:end]
-        new = Commit(rows=[0], tokens=[ids[begin:end]], features=features, verdict=verdict)
+        new = Commit(rows=[0], tokens=[ids[begin:end]], features=features, verdict=verdict, kv=text)
         drafter.commit(state, new)
 
     for begin in range(0, first, PIECE):
         commit(begin, min(begin + PIECE, first))
     for at in range(first, len(ids) - 1):
-        asked = DraftRequest(rows=[0], anchors=[ids[at]], num_tokens=[num_draft_tokens])
+        asked = DraftRequest(rows=[0], anchors=[ids[at]], num_tokens=[num_draft_tokens], kv=text)
         (draft,) = drafter.propose(state, asked).drafts
         pairs = zip(draft.tokens, ids[at + 1 : -1], strict=False)
         out.append(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -69,7 +69,8 @@ def measure(target: api.LoadedTarget, drafter: Drafter, options: argparse.Namesp
         texts = []
         for ids in workloads.natural(domain, prompts, target.tokenizer).prompts:
             (answer,) = plain.generate([Request(prompt_ids=ids, params=params)])
-            recording = record(target.model, drafter.target_layer_ids, ids, answer.token_ids)
+            kv = drafter.target_kv_layers
+            recording = record(target.model, drafter.target_layer_ids, ids, answer.token_ids, kv_layers=kv)
             with torch.no_grad():
                 texts.append(walk(drafter, recording, options.num_draft_tokens))
         results.append({"domain": domain, "accepted": texts})

@@ -68,7 +68,31 @@ def random_batch(drafter: Drafter, lengths: Sequence[int], *, num_anchors: int =
         anchors=torch.stack([torch.linspace(0, n - 1, num_anchors).long() for n in lengths]),
         anchor_mask=torch.ones(len(lengths), num_anchors, dtype=torch.bool),
         weights=torch.ones(len(lengths), num_anchors),
+        target_kv=_random_kv(drafter, valid, random_),
     )
+
+
+def _random_kv(drafter: Drafter, valid: Tensor, random_: torch.Generator) -> Tensor | None:
+    """Keys and values of the layers that the drafter reads, if it reads any."""
+    if not drafter.target_kv_layers:
+        return None
+    info = drafter.hooks.info
+    shape = (*valid.shape, len(drafter.target_kv_layers), 2, info.num_kv_heads, info.head_dim)
+    return torch.randn(shape, generator=random_) * valid[..., None, None, None, None]
+
+
+class BatchKV:
+    """A `TargetKV` of a batch's sequences: state row -> sequence of the batch."""
+
+    def __init__(self, drafter: Drafter, batch: TrainBatch, seqs: Mapping[int, int]) -> None:
+        self.layers, self.batch, self.seqs = drafter.target_kv_layers, batch, seqs
+
+    def read(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        assert self.batch.target_kv is not None
+        seq = self.seqs[row]
+        assert 0 <= first <= last <= int(self.batch.lengths[seq])
+        both = self.batch.target_kv[seq, first:last, self.layers.index(layer)]
+        return both[:, 0], both[:, 1]
 
 
 def commit_spans(
@@ -79,8 +103,9 @@ def commit_spans(
     features = batch.features.new_zeros(len(spans), max(map(len, tokens)), *batch.features.shape[2:])
     for at, (b, (start, stop)) in enumerate(spans.items()):
         features[at, : stop - start] = batch.features[b, start:stop]
-    new = Commit(rows=[rows[b] for b in spans], tokens=tokens, features=features if drafter.target_layer_ids else None)
-    drafter.commit(state, new)
+    kv = BatchKV(drafter, batch, {row: b for b, row in rows.items()})
+    taps = features if drafter.target_layer_ids else None
+    drafter.commit(state, Commit(rows=[rows[b] for b in spans], tokens=tokens, features=taps, kv=kv))
 
 
 def filled(drafter: Drafter, batch: TrainBatch, upto: Sequence[int], *, pieces: Sequence[int] = ()) -> State:
@@ -95,8 +120,19 @@ def filled(drafter: Drafter, batch: TrainBatch, upto: Sequence[int], *, pieces: 
     return state
 
 
-def ask(drafter: Drafter, state: State, rows: Sequence[int], anchors: Sequence[int], num: int = 99) -> Proposal:
-    return drafter.propose(state, DraftRequest(rows=rows, anchors=anchors, num_tokens=[num] * len(rows)))
+def ask(
+    drafter: Drafter,
+    state: State,
+    rows: Sequence[int],
+    anchors: Sequence[int],
+    num: int = 99,
+    *,
+    batch: TrainBatch | None = None,
+    seqs: Mapping[int, int] | None = None,
+) -> Proposal:
+    """A proposal of rows that hold sequences `seqs` of a batch, each the one of its number unless said otherwise."""
+    kv = None if batch is None else BatchKV(drafter, batch, seqs or {row: row for row in rows})
+    return drafter.propose(state, DraftRequest(rows=rows, anchors=anchors, num_tokens=[num] * len(rows), kv=kv))
 
 
 def drafts(proposal: Proposal) -> list[list[int]]:
@@ -157,7 +193,8 @@ def assert_training_is_serving(drafter: Drafter) -> None:
     for seed, upto in enumerate([(0, 1, 2), (7, 8, 9), (22, 39, 16)]):
         batch = random_batch(drafter, tuple(n + 1 + depth + 2 for n in upto), seed=seed)
         state = filled(drafter, batch, upto, pieces=[3, 1, 5])
-        proposal = drafts(ask(drafter, state, range(3), [int(batch.tokens[b, n]) for b, n in enumerate(upto)]))
+        anchors = [int(batch.tokens[b, n]) for b, n in enumerate(upto)]
+        proposal = drafts(ask(drafter, state, range(3), anchors, batch=batch))
         tokens = batch.tokens.clone()
         for b, (n, row) in enumerate(zip(upto, proposal, strict=True)):
             assert len(row) == depth
@@ -191,7 +228,7 @@ class HalfRight(Drafter):
         super().__init__(inner.config, inner.hooks)
         self.inner = inner
         self.texts = [list(t) for t in texts]
-        self.target_layer_ids = inner.target_layer_ids
+        self.target_layer_ids, self.target_kv_layers = inner.target_layer_ids, inner.target_kv_layers
         self.max_draft_tokens = 16
         self.max_positions = inner.max_positions
         self._random = random.Random(seed)

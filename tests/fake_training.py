@@ -85,6 +85,14 @@ class FakeTarget(Target):
         steps = torch.arange(1, WIDTH + 1, dtype=torch.float32)
         return torch.stack([torch.sin(steps * (state + 100 * tap)) * self.scale for tap in taps])
 
+    def kv_view(self, seq: int, layer: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        first, last = self._kv_span(seq, layer, first, last)
+        steps = torch.arange(2 * 2 * 4).view(2, 2, 4)  # keys and values of 2 heads of width 4
+        states = self.states[seq][first:last]
+        both = [torch.sin((state + 10.0 * layer) * (1 + steps)) * self.scale for state in states]
+        both = torch.stack(both) if both else torch.zeros(0, 2, 2, 4)
+        return both[:, 0], both[:, 1]
+
     def hooks(self) -> TargetHooks:
         return TargetHooks(
             info=self.info,

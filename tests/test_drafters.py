@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from drafting import (
+    BatchKV,
     HalfRight,
     ask,
     assert_same_snapshot,
@@ -96,10 +97,10 @@ def test_texts_equal_plain_decoding_at_every_width_and_ragged_batch(
 
 def test_commits_in_pieces_equal_one_commit(drafter: Drafter, batch: TrainBatch) -> None:
     whole = filled(drafter, batch, UPTO)
-    want = ask(drafter, whole, range(3), anchors_of(batch))
+    want = ask(drafter, whole, range(3), anchors_of(batch), batch=batch)
     for pieces in ([1] * 40, [5, 1, 7, 16, 2], [39], [8] * 5):
         state = filled(drafter, batch, UPTO, pieces=pieces)
-        got = ask(drafter, state, range(3), anchors_of(batch))
+        got = ask(drafter, state, range(3), anchors_of(batch), batch=batch)
         assert drafts(got) == drafts(want)
         for row in range(3):
             assert_same_snapshot(state.snapshot(row), whole.snapshot(row), exact=False)
@@ -117,24 +118,25 @@ def test_an_empty_commit_changes_nothing(drafter: Drafter, batch: TrainBatch) ->
 def test_propose_leaves_the_state_as_it_was(drafter: Drafter, batch: TrainBatch) -> None:
     state = filled(drafter, batch, UPTO)
     before = [state.snapshot(row) for row in range(3)]
-    first = ask(drafter, state, range(3), anchors_of(batch))
+    first = ask(drafter, state, range(3), anchors_of(batch), batch=batch)
     for num in (1, 2, 99):
-        ask(drafter, state, (2, 0), [4, 5], num)
+        ask(drafter, state, (2, 0), [4, 5], num, batch=batch)
     for row in range(3):
         assert_same_snapshot(state.snapshot(row), before[row])
-    assert drafts(ask(drafter, state, range(3), anchors_of(batch))) == drafts(first)
+    assert drafts(ask(drafter, state, range(3), anchors_of(batch), batch=batch)) == drafts(first)
 
 
 def test_a_batch_row_proposes_what_it_proposes_alone(drafter: Drafter, batch: TrainBatch) -> None:
     state, anchors = filled(drafter, batch, UPTO), anchors_of(batch)
-    together = ask(drafter, state, range(3), anchors)
+    together = ask(drafter, state, range(3), anchors, batch=batch)
     for row in range(3):
-        alone = ask(drafter, state, (row,), anchors[row : row + 1])
+        alone = ask(drafter, state, (row,), anchors[row : row + 1], batch=batch)
         assert drafts(alone)[0] == drafts(together)[row]
         other = drafter.new_state(5)
         commit_spans(drafter, other, batch, {row: (0, UPTO[row])}, {row: 3})
-        assert drafts(ask(drafter, other, (3,), anchors[row : row + 1]))[0] == drafts(together)[row]
-    mixed = ask(drafter, state, (2, 0, 1), [anchors[2], anchors[0], anchors[1]])
+        moved = ask(drafter, other, (3,), anchors[row : row + 1], batch=batch, seqs={3: row})
+        assert drafts(moved)[0] == drafts(together)[row]
+    mixed = ask(drafter, state, (2, 0, 1), [anchors[2], anchors[0], anchors[1]], batch=batch)
     assert drafts(mixed) == [drafts(together)[row] for row in (2, 0, 1)]
 
 
@@ -149,15 +151,15 @@ def test_a_snapshot_is_a_copy_and_restores_to_the_bit_in_any_row(drafter: Drafte
     state, anchor = filled(drafter, batch, (0, 22, 20)), anchors_of(batch)[2:]
     saved = state.snapshot(2)
     commit_spans(drafter, state, batch, {2: (20, 39)}, {2: 2})
-    want, after = ask(drafter, state, (2,), anchor), state.snapshot(2)
+    want, after = ask(drafter, state, (2,), anchor, batch=batch), state.snapshot(2)
     state.restore(1, saved)  # over another text
     assert_same_snapshot(state.snapshot(1), saved)
     commit_spans(drafter, state, batch, {2: (20, 39)}, {2: 1})
     assert_same_snapshot(state.snapshot(1), after)
-    assert drafts(ask(drafter, state, (1,), anchor)) == drafts(want)
+    assert drafts(ask(drafter, state, (1,), anchor, batch=batch, seqs={1: 2})) == drafts(want)
     fresh = drafter.new_state(1)
     fresh.restore(0, after)
-    assert drafts(ask(drafter, fresh, (0,), anchor)) == drafts(want)
+    assert drafts(ask(drafter, fresh, (0,), anchor, batch=batch, seqs={0: 2})) == drafts(want)
     assert fresh.nbytes(0) == state.nbytes(1)
 
 
@@ -170,7 +172,8 @@ def test_a_reset_row_is_as_good_as_new(drafter: Drafter, batch: TrainBatch) -> N
     assert_same_snapshot(state.snapshot(1), kept)
     commit_spans(drafter, state, batch, {1: (0, 9)}, {1: 2})
     commit_spans(drafter, fresh, batch, {1: (0, 9)}, {1: 2})
-    assert drafts(ask(drafter, state, (2,), [5])) == drafts(ask(drafter, fresh, (2,), [5]))
+    got = ask(drafter, state, (2,), [5], batch=batch, seqs={2: 1})
+    assert drafts(got) == drafts(ask(drafter, fresh, (2,), [5], batch=batch, seqs={2: 1}))
 
 
 # ------------------------------------------------------------------------------------ proposals
@@ -179,9 +182,9 @@ def test_a_reset_row_is_as_good_as_new(drafter: Drafter, batch: TrainBatch) -> N
 def test_proposals_are_in_range_and_no_longer_than_asked(spec: str, drafter: Drafter, batch: TrainBatch) -> None:
     state, anchors = filled(drafter, batch, UPTO), anchors_of(batch)
     assert drafter.max_draft_tokens >= 1
-    longest = drafts(ask(drafter, state, range(3), anchors, drafter.max_draft_tokens + 5))
+    longest = drafts(ask(drafter, state, range(3), anchors, drafter.max_draft_tokens + 5, batch=batch))
     for num in (1, 2, drafter.max_draft_tokens, drafter.max_draft_tokens + 5):
-        proposal = ask(drafter, state, range(3), anchors, num)
+        proposal = ask(drafter, state, range(3), anchors, num, batch=batch)
         assert len(proposal.drafts) == 3
         for draft in proposal.drafts:
             assert type(draft) is Draft
@@ -202,8 +205,9 @@ def test_ragged_requests_get_each_row_its_own_length(name: str, target: hf.HFTar
     drafter = tiny_drafter(name, target.hooks())
     batch = random_batch(drafter, LENGTHS)
     state, anchors = filled(drafter, batch, UPTO), anchors_of(batch)
-    full = drafts(ask(drafter, state, range(3), anchors))
-    request = DraftRequest(rows=(0, 1, 2), anchors=anchors, num_tokens=(2, 1, 3))
+    full = drafts(ask(drafter, state, range(3), anchors, batch=batch))
+    kv = BatchKV(drafter, batch, {row: row for row in range(3)})
+    request = DraftRequest(rows=(0, 1, 2), anchors=anchors, num_tokens=(2, 1, 3), kv=kv)
     assert drafts(drafter.propose(state, request)) == [row[:n] for row, n in zip(full, (2, 1, 3), strict=True)]
 
 
@@ -222,7 +226,7 @@ def test_broken_weights_end_a_proposal_and_are_counted(name: str, target: hf.HFT
     state = filled(drafter, batch, UPTO)
     for parameter in drafter.parameters():
         parameter.data.fill_(float("nan"))
-        proposal = ask(drafter, state, range(3), anchors_of(batch))
+        proposal = ask(drafter, state, range(3), anchors_of(batch), batch=batch)
         assert all(0 <= t < VOCAB for row in drafts(proposal) for t in row)
     if list(drafter.parameters()):
         assert drafts(proposal) == [[], [], []]
@@ -275,18 +279,28 @@ def test_the_training_forward_at_an_anchor_is_the_serving_proposal(name: str, ta
     assert_training_is_serving(tiny_drafter(name, target.hooks()))
 
 
+def cut_to_second(batch: TrainBatch) -> TrainBatch:
+    """The second sequence of a batch without its padding."""
+    along = ("tokens", "features", "loss_mask", "target_kv")
+    whole = ("lengths", "anchors", "anchor_mask", "weights")
+    parts = {name: getattr(batch, name) for name in (*along, *whole)}
+    size = int(batch.lengths[1])
+    cut = {name: t[1:, :size] if name in along else t[1:] for name, t in parts.items() if t is not None}
+    return replace(batch, **cut)
+
+
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_padding_and_later_tokens_do_not_reach_the_training_forward(name: str, target: hf.HFTarget) -> None:
     drafter = tiny_drafter(name, target.hooks())
     batch = replace(random_batch(drafter, (30, 12)), anchors=torch.tensor([[5, 17], [5, 11]]))
     other = replace(batch, features=batch.features.clone())
     other.features[0, 17:], other.features[1, 11:] = 50.0, -50.0
+    if batch.target_kv is not None:
+        other = replace(other, target_kv=batch.target_kv.clone())
+        other.target_kv[0, 17:], other.target_kv[1, 11:] = 50.0, -50.0
     with torch.no_grad():
         one, two = drafter(batch), drafter(other)
-        alone = drafter(replace(batch, **{f: getattr(batch, f)[1:, :12] if f in ("tokens", "features", "loss_mask")
-                                          else getattr(batch, f)[1:] for f in
-                                          ("tokens", "features", "lengths", "loss_mask", "anchors", "anchor_mask",
-                                           "weights")}))  # fmt: skip
+        alone = drafter(cut_to_second(batch))
     torch.testing.assert_close(one.hidden, two.hidden)
     torch.testing.assert_close(one.hidden[1:], alone.hidden, atol=1e-5, rtol=1e-4)
     assert torch.equal(one.mask[1:], alone.mask)
@@ -333,8 +347,8 @@ def test_a_saved_drafter_loads_as_the_same_drafter(name: str, target: hf.HFTarge
     assert loaded.config == drafter.config
     assert_same_snapshot(dict(loaded.state_dict()), dict(drafter.state_dict()))
     batch = random_batch(drafter, LENGTHS)
-    want = ask(drafter, filled(drafter, batch, UPTO), range(3), anchors_of(batch))
-    got = ask(loaded, filled(loaded, batch, UPTO), range(3), anchors_of(batch))
+    want = ask(drafter, filled(drafter, batch, UPTO), range(3), anchors_of(batch), batch=batch)
+    got = ask(loaded, filled(loaded, batch, UPTO), range(3), anchors_of(batch), batch=batch)
     assert_same_snapshot(drafts(got), drafts(want))
 
 

@@ -120,6 +120,15 @@ def test_keys_and_values_are_those_of_the_torch_target(target: NativeTarget, tor
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
 
 
+def test_keys_are_turned_as_the_torch_target_says(target: NativeTarget, torch_target: hf.HFTarget) -> None:
+    ours, theirs = target.hooks().rotation, torch_target.hooks().rotation
+    assert ours is not None
+    assert theirs is not None
+    for layer in range(LAYERS):
+        assert ours(layer)[0] == pytest.approx(theirs(layer)[0], rel=1e-6)
+        assert ours(layer)[1] == pytest.approx(theirs(layer)[1], rel=1e-6)
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_contexts_cross_splits_as_the_torch_target_does(window: int | None, tmp_path: Path) -> None:
     path = native_dir(tmp_path, "mistral", sliding_window=window, max_position_embeddings=700)

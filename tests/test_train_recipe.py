@@ -14,7 +14,7 @@ from fake_training import VOCAB, FakeConfig, FakeDrafter, FakeTarget, make_answe
 from hyflash.data.capture import LiveSource
 from hyflash.errors import UserError
 from hyflash.train.evaluate import best_entry, pool
-from hyflash.train.loader import BatchStream, epoch_batches, hold_out, select_taps
+from hyflash.train.loader import BatchStream, epoch_batches, hold_out, select_layers
 from hyflash.train.optim import Budget, group_names, learning_rate, make_optimizer, scale_and_clip, set_learning_rate
 from hyflash.train.progress import MetricsFile, clock
 from hyflash.train.recipe import DataTable, TrainTable, changes, load_recipe, parse_recipe
@@ -202,14 +202,14 @@ def test_held_out_examples_are_stable_and_disjoint() -> None:
 def test_a_drafter_may_read_some_of_the_captured_taps_in_its_own_order() -> None:
     wide = LiveSource(FakeTarget(), make_answers(3), taps=(0, 1, 3))
     narrow = LiveSource(FakeTarget(), make_answers(3), taps=(3, 0))
-    chosen = select_taps(wide, (3, 0))
+    chosen = select_layers(wide, (3, 0))
     assert chosen.info.taps == (3, 0)
     for a, b in zip(chosen.fetch(chosen.ids), narrow.fetch(narrow.ids), strict=True):
         assert torch.equal(a.features, b.features)
-    assert select_taps(wide, (0, 1, 3)) is wide
+    assert select_layers(wide, (0, 1, 3)) is wide
     assert torch.equal(chosen.label_counts(chosen.ids, VOCAB), wide.label_counts(wide.ids, VOCAB))
     with pytest.raises(UserError, match=r"taps \[0, 1, 3\], the drafter reads \[3, 2\]: \[2\] are missing"):
-        select_taps(wide, (3, 2))
+        select_layers(wide, (3, 2))
 
 
 def test_the_best_checkpoint_is_the_earliest_of_the_highest_acceptance() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from hyflash.errors import UserError, nearest
 
@@ -278,9 +278,19 @@ class TargetHooks:
     """Token ids (n,) -> rows (n, D) of the head's weight, for reduced vocabularies and chunked losses."""
     table: EmbeddingTable | None = None
     """What `embed` reads, where the CPU kernels can read it too."""
+    rotation: Callable[[int], tuple[Sequence[float], float]] | None = None
+    """Decoder layer -> radians per position of each pair (i, i + P) of a head's first 2P numbers, and the factor on
+    both halves; None: the whole head by `info.rope_theta`."""
 
 
 # -------------------------------------------------------------------------------------------- drafter
+
+
+class TargetKV(Protocol):
+    """The target's own keys and values of all committed tokens: a view to read before the next forward, no copy."""
+
+    def read(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values (T, G, K) float32 of the tokens first..last-1 of a state row at a decoder layer."""
 
 
 class Draft(NamedTuple):
@@ -323,6 +333,7 @@ class Commit:
     tokens: Sequence[Sequence[int]]  # B, 0..T tokens each
     features: Tensor | None  # (B, T, C, D) at the drafter's target_layer_ids, zeros where padded; None without taps
     verdict: Verdict | None = None
+    kv: TargetKV | None = None  # for drafters with target_kv_layers; holds these tokens, and maybe more
 
     @property
     def lengths(self) -> list[int]:
@@ -358,6 +369,7 @@ class DraftRequest:
     num_tokens: Sequence[int]  # B, each >= 1
     prices: Prices | None = None  # None: propose what is most accepted, whatever it costs
     draws: Sequence[Draw | None] | None = None  # B, rows that want samples; None: no row does
+    kv: TargetKV | None = None  # for drafters with target_kv_layers; holds the tokens before each anchor
 
 
 class Proposal(NamedTuple):
@@ -385,6 +397,8 @@ class TrainBatch:
     weights: Tensor  # (B, A) float32, loss weight of the anchor (loops count less)
     ids: tuple[str, ...] = ()  # sequence ids, for error messages
     progress: float = 1.0  # share of the training's budget that is used, for losses that change; 1 outside training
+    target_kv: Tensor | None = None  # (B, T, R, 2, G, K) rotated keys, values at the drafter's R target_kv_layers
+    starts: Tensor | None = None  # (B,) int64, position in its text of each sequence's first token; None: 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

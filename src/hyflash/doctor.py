@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -342,7 +342,8 @@ class _Recordings:
         self._last = target.info.num_layers
         wanted = {self._moved(tap, by) for tap in self.taps for by in (-1, 0, 1)}
         self._all = tuple(sorted(wanted))
-        self._recordings = [record(target, self._all, a.prompt_ids, a.token_ids) for a in answers]
+        kv = drafter.target_kv_layers
+        self._recordings = [record(target, self._all, a.prompt_ids, a.token_ids, kv_layers=kv) for a in answers]
 
     def _moved(self, tap: int, by: int) -> int:
         """The tap `by` layers away; the state after the final norm has no neighbour."""
@@ -352,12 +353,7 @@ class _Recordings:
         """Recordings that show the drafter the layers `by` away under its own taps' names."""
         picks = [self._all.index(self._moved(tap, by)) for tap in self.taps]
         return [
-            Recording(
-                prompt_ids=r.prompt_ids,
-                answer_ids=r.answer_ids,
-                features=None if r.features is None else r.features[:, picks],
-                taps=self.taps,
-            )
+            replace(r, features=None if r.features is None else r.features[:, picks], taps=self.taps)
             for r in self._recordings
         ]
 

@@ -138,6 +138,7 @@ def acceptance_only(
     if params.draft_sampling:
         return _sampled(plain, drafters, workloads, params, num_draft_tokens=num_draft_tokens, progress=progress)
     taps = tuple(sorted({tap for _, d in drafters for tap in d.target_layer_ids}))
+    kv_layers = tuple(sorted({layer for _, d in drafters for layer in d.target_kv_layers}))
     total = (1 + len(drafters)) * sum(len(w.prompts) for w in workloads)
     rows: list[Row] = []
     done = 0
@@ -148,7 +149,7 @@ def acceptance_only(
         done += len(answers)
         replays: list[list[Result]] = [[] for _ in drafters]
         for group in _groups(answers):
-            recordings = [record(plain.target, taps, a.prompt_ids, a.token_ids) for a in group]
+            recordings = [record(plain.target, taps, a.prompt_ids, a.token_ids, kv_layers=kv_layers) for a in group]
             for (name, drafter), results in zip(drafters, replays, strict=True):
                 if drafter.recycles:
                     prompts = [a.prompt_ids for a in group]

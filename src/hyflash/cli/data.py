@@ -125,6 +125,9 @@ def capture(
     recipe: Annotated[Path | None, typer.Option(help="Take target and layers from this recipe.")] = None,
     option: Annotated[list[str] | None, typer.Option("-o", "--option", help="Override of the recipe.")] = None,
     taps: Annotated[str | None, typer.Option(help="Layers to capture, like 1,8,14; instead of a recipe.")] = None,
+    kv_layers: Annotated[
+        str | None, typer.Option(help="Beside --taps: layers whose keys and values are captured too, like 10,19,28.")
+    ] = None,
     target: Annotated[
         str | None, typer.Option("-t", "--target", help="Target; default the recipe's or embedded one.")
     ] = None,
@@ -149,6 +152,8 @@ def capture(
     """
     if (recipe is None) == (taps is None):
         raise UserError("capture needs the layers to read: give either --recipe or --taps.")
+    if kv_layers is not None and recipe is not None:
+        raise UserError("the recipe's drafter says whose keys and values it reads; leave --kv-layers out.")
     if option and recipe is None:
         raise UserError("-o overrides a recipe, and none is given; add --recipe or leave it out.")
     for name, value in (("shard-tokens", shard_tokens), ("batch-tokens", batch_tokens)):
@@ -173,13 +178,19 @@ def capture(
         ),
         quiet=quiet,
     )
-    layers = _taps(taps, loaded.model.info.num_layers) if taps is not None else _recipe_taps(plan, loaded.model.hooks())
+    num_layers = loaded.model.info.num_layers
+    if taps is None:
+        layers, own_kv = _recipe_layers(plan, loaded.model.hooks())
+    else:
+        layers = _layers("taps", taps, num_layers)
+        own_kv = _layers("kv-layers", kv_layers, num_layers - 1) if kv_layers is not None else ()
     with _bar(quiet, "tokens") as step:
         info = write_shards(
             loaded.model,
             file.answers,
             out,
             taps=layers,
+            kv_layers=own_kv,
             meta=file.meta,
             shard_tokens=shard_tokens,
             batch_tokens=batch_tokens,
@@ -188,6 +199,7 @@ def capture(
     counts = {
         "out": str(out),
         "taps": list(info.taps),
+        "kv_layers": list(info.kv_layers),
         "num_examples": info.num_examples,
         "num_tokens": info.num_tokens,
         "num_label_tokens": info.num_label_tokens,
@@ -300,21 +312,22 @@ def _recipe(path: Path, overrides: list[str]) -> Any:
     return load_recipe(path, overrides)
 
 
-def _recipe_taps(recipe: Any, hooks: TargetHooks) -> tuple[int, ...]:
-    """The layers that the recipe's drafter reads of this target."""
+def _recipe_layers(recipe: Any, hooks: TargetHooks) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The layers whose outputs, and those whose keys and values the recipe's drafter reads of this target."""
     from hyflash.train.trainer import make_drafter
 
-    return make_drafter(recipe, hooks).target_layer_ids
+    drafter = make_drafter(recipe, hooks)
+    return drafter.target_layer_ids, drafter.target_kv_layers
 
 
-def _taps(text: str, num_layers: int) -> tuple[int, ...]:
+def _layers(name: str, text: str, last: int) -> tuple[int, ...]:
     try:
-        taps = tuple(int(part) for part in text.split(","))
+        layers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        taps = ()
-    if not taps or len(set(taps)) != len(taps) or any(not 0 <= tap <= num_layers for tap in taps):
-        raise UserError(f"taps {text!r}: expected different layers from 0 to {num_layers}, like 1,8,14.")
-    return taps
+        layers = ()
+    if not layers or len(set(layers)) != len(layers) or any(not 0 <= layer <= last for layer in layers):
+        raise UserError(f"{name} {text!r}: expected different layers from 0 to {last}, like 1,8,14.")
+    return layers
 
 
 def _result(counts: dict[str, Any], json: bool) -> None:

@@ -94,6 +94,8 @@ def _slice(example: Example, first: int, end: int, context: int) -> Example:
         features=example.features[first:end],
         loss_mask=loss_mask,
         loop_mask=example.loop_mask[first:end],
+        kv=None if example.kv is None else example.kv[first:end],
+        start=example.start + first,
     )
 
 
@@ -110,6 +112,8 @@ def build_batch(examples: Sequence[Example], options: AnchorOptions, *, seed: in
     num_anchors = max(1, max(len(a) for a in anchors))
     tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64)
     features = torch.zeros(num_rows, num_tokens, *parts[0].features.shape[1:])
+    like = parts[0].kv
+    kv = None if like is None else torch.zeros(num_rows, num_tokens, *like.shape[1:])
     loss_mask = torch.zeros(num_rows, num_tokens, dtype=torch.bool)
     places = torch.zeros(num_rows, num_anchors, dtype=torch.int64)
     real = torch.zeros(num_rows, num_anchors, dtype=torch.bool)
@@ -117,6 +121,8 @@ def build_batch(examples: Sequence[Example], options: AnchorOptions, *, seed: in
         length = len(part.tokens)
         tokens[row, :length] = part.tokens
         features[row, :length] = part.features
+        if kv is not None and part.kv is not None:
+            kv[row, :length] = part.kv
         loss_mask[row, :length] = part.loss_mask
         places[row, : len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
         real[row, : len(chosen)] = True
@@ -129,6 +135,8 @@ def build_batch(examples: Sequence[Example], options: AnchorOptions, *, seed: in
         anchor_mask=real,
         weights=real.float(),
         ids=tuple(p.id for p in parts),
+        target_kv=kv,
+        starts=torch.tensor([p.start for p in parts]),
     )
 
 
@@ -149,4 +157,6 @@ def to_device(batch: TrainBatch, device: str) -> TrainBatch:
         anchors=move(batch.anchors),
         anchor_mask=move(batch.anchor_mask),
         weights=move(batch.weights),
+        target_kv=None if batch.target_kv is None else move(batch.target_kv),
+        starts=None if batch.starts is None else move(batch.starts),
     )

@@ -1,8 +1,9 @@
 """Run the target over its own answers and keep the features a drafter learns from.
 
 In: a target, answers and the tapped layers. Out: `Example`s, one per answer and in the same order: tokens, features
-as float16 and masks. `LiveSource` captures when asked and `ShardReader` (shards.py) reads what was captured before;
-both are an `ExampleSource`, and training cannot tell them apart.
+as float16, masks, and the target's keys and values where they are asked for. `LiveSource` captures when asked and
+`ShardReader` (shards.py) reads what was captured before; both are an `ExampleSource`, and training cannot
+tell them apart.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hyflash.core import Rows
 from hyflash.data.answers import Answer
 from hyflash.errors import NonFiniteError, UserError
 from hyflash.metrics import in_loop
-from hyflash.targets.base import Target
+from hyflash.targets.base import Target, copy_kv
 
 FEATURE_LIMIT = 65504.0
 """Largest float16; features beyond it (massive activations) are clamped."""
@@ -36,6 +37,8 @@ class Example:
     features: Tensor  # (T, C, D) float16, clamped to +-65504
     loss_mask: Tensor  # (T,) bool, True on answer tokens
     loop_mask: Tensor  # (T,) bool, True on answer tokens inside a loop of the answer
+    kv: Tensor | None = None  # (T, R, 2, G, K) float16, rotated keys and values of the target; None where not captured
+    start: int = 0  # position of the first token, where it is a part of a longer text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class SourceInfo:
     num_examples: int
     num_tokens: int
     num_label_tokens: int
+    kv_layers: tuple[int, ...] = ()
 
 
 class ExampleSource(Protocol):
@@ -78,9 +82,14 @@ class ExampleSource(Protocol):
 
 
 def capture(
-    target: Target, answers: Iterable[Answer], *, taps: Sequence[int], batch_tokens: int = 4096
+    target: Target,
+    answers: Iterable[Answer],
+    *,
+    taps: Sequence[int],
+    kv_layers: Sequence[int] = (),
+    batch_tokens: int = 4096,
 ) -> Iterator[Example]:
-    """Capture each answer's features at `taps`.
+    """Capture each answer's features at `taps`, and the target's keys and values at `kv_layers`.
 
     Several sequences share a forward of at most `batch_tokens` tokens; a longer one is fed in pieces of that
     size. Raises UserError for an answer longer than the target's context, NonFiniteError when features are NaN.
@@ -91,16 +100,18 @@ def capture(
     size = 0
     for answer in answers:
         if pack and size + answer.num_tokens > batch_tokens:
-            yield from _capture_pack(target, pack, tuple(taps), batch_tokens)
+            yield from _capture_pack(target, pack, tuple(taps), kv_layers, batch_tokens)
             pack, size = [], 0
         pack.append(answer)
         size += answer.num_tokens
     if pack:
-        yield from _capture_pack(target, pack, tuple(taps), batch_tokens)
+        yield from _capture_pack(target, pack, tuple(taps), kv_layers, batch_tokens)
 
 
 @torch.no_grad()
-def _capture_pack(target: Target, pack: list[Answer], taps: tuple[int, ...], batch_tokens: int) -> list[Example]:
+def _capture_pack(
+    target: Target, pack: list[Answer], taps: tuple[int, ...], kv_layers: Sequence[int], batch_tokens: int
+) -> list[Example]:
     """One forward for a pack; pieces of `batch_tokens` when a single long sequence is the pack."""
     check_fit(target, pack)
     seqs = [target.open() for _ in pack]
@@ -114,11 +125,12 @@ def _capture_pack(target: Target, pack: list[Answer], taps: tuple[int, ...], bat
             if out.features is None:
                 raise UserError("a drafter without taps needs no capture; expected at least one tapped layer.")
             pieces.append(to_half(out.features))
+        kv = [to_half(copy_kv(target, seq, kv_layers)) if kv_layers else None for seq in seqs]
     finally:
         for seq in seqs:
             target.close(seq)
     rows = torch.split(torch.cat(pieces), [a.num_tokens for a in pack])
-    return [_example(answer, features.clone()) for answer, features in zip(pack, rows, strict=True)]
+    return [_example(answer, features.clone(), own) for answer, features, own in zip(pack, rows, kv, strict=True)]
 
 
 def check_fit(target: Target, answers: Iterable[Answer]) -> None:
@@ -142,8 +154,8 @@ def to_half(features: Tensor) -> Tensor:
     return features.float().clamp(-FEATURE_LIMIT, FEATURE_LIMIT).to("cpu", torch.float16)
 
 
-def _example(answer: Answer, features: Tensor) -> Example:
-    if not torch.isfinite(features).all():
+def _example(answer: Answer, features: Tensor, kv: Tensor | None = None) -> Example:
+    if not torch.isfinite(features).all() or (kv is not None and not torch.isfinite(kv).all()):
         raise NonFiniteError(
             f"the target's features of answer {answer.id} hold NaN; its weights or dtype are at fault."
         )
@@ -159,6 +171,7 @@ def _example(answer: Answer, features: Tensor) -> Example:
         features=features,
         loss_mask=loss_mask,
         loop_mask=loop_mask,
+        kv=kv,
     )
 
 
@@ -197,6 +210,7 @@ class LiveSource:
         answers: Sequence[Answer],
         *,
         taps: Sequence[int],
+        kv_layers: Sequence[int] = (),
         meta: Mapping[str, Any] | None = None,
         batch_tokens: int = 4096,
     ) -> None:
@@ -204,10 +218,10 @@ class LiveSource:
         check_fit(target, answers)
         self._target = target
         self._answers = {a.id: a for a in answers}
-        self._taps = tuple(taps)
+        self._taps, self._kv_layers = tuple(taps), tuple(kv_layers)
         self._batch_tokens = batch_tokens
         self.ids: Sequence[str] = sorted(self._answers)
-        self.info = source_info(target, answers, taps=self._taps)
+        self.info = source_info(target, answers, taps=self._taps, kv_layers=self._kv_layers)
         self.meta: Mapping[str, Any] = dict(meta or {})
 
     def length(self, example_id: str) -> int:
@@ -219,7 +233,8 @@ class LiveSource:
         chosen = [self._answers[i] for i in ids]
         if not features:
             return [_example(a, no_features(a.num_tokens, self.info)) for a in chosen]
-        return list(capture(self._target, chosen, taps=self._taps, batch_tokens=self._batch_tokens))
+        layers = self._kv_layers
+        return list(capture(self._target, chosen, taps=self._taps, kv_layers=layers, batch_tokens=self._batch_tokens))
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
         """Counts of the answer tokens of these examples: (vocab_size,) int64."""
@@ -227,7 +242,9 @@ class LiveSource:
         return torch.bincount(labels, minlength=vocab_size)
 
 
-def source_info(target: Target, answers: Sequence[Answer], *, taps: tuple[int, ...]) -> SourceInfo:
+def source_info(
+    target: Target, answers: Sequence[Answer], *, taps: tuple[int, ...], kv_layers: tuple[int, ...] = ()
+) -> SourceInfo:
     """Facts of a capture of `answers` with `target`."""
     return SourceInfo(
         target_name=target.info.name,
@@ -238,4 +255,5 @@ def source_info(target: Target, answers: Sequence[Answer], *, taps: tuple[int, .
         num_examples=len(answers),
         num_tokens=sum(a.num_tokens for a in answers),
         num_label_tokens=sum(len(a.answer_ids) for a in answers),
+        kv_layers=kv_layers,
     )

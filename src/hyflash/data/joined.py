@@ -25,7 +25,7 @@ class JoinedSource:
         first_name, first = sources[0]
         self._home: dict[str, ExampleSource] = {}
         for name, source in sources:
-            for fact in ("target_fingerprint", "taps", "hidden_size"):
+            for fact in ("target_fingerprint", "taps", "kv_layers", "hidden_size"):
                 want, found = getattr(first.info, fact), getattr(source.info, fact)
                 if want != found:
                     raise UserError(

@@ -3,8 +3,9 @@
 In: a target and its answers. Out: a directory that `ShardReader` maps into memory. The plan of shards follows from
 the answers alone, and a shard counts as finished only when the manifest names it with its checksum; so a run that
 was killed goes on with the next shard, rewrites nothing and ends with the same bytes as one that was not.
-Layout of a shard: tokens (N,) int32, features (N, C, D) float16, loss_mask and loop_mask (N,) uint8, its examples
-end to end; ids, domains and lengths stand in its header.
+Layout of a shard: tokens (N,) int32, features (N, C, D) float16, loss_mask and loop_mask (N,) uint8, and with
+`kv_layers` kv (N, R, 2, G, K) float16, the target's rotated keys and its values there; its examples end to end; ids,
+domains and lengths stand in its header.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def write_shards(
     directory: str | Path,
     *,
     taps: Sequence[int],
+    kv_layers: Sequence[int] = (),
     meta: Mapping[str, Any] | None = None,
     shard_tokens: int = 32768,
     batch_tokens: int = 4096,
@@ -86,7 +88,7 @@ def write_shards(
     if len({a.id for a in answers}) != len(answers):
         raise UserError("answers have duplicate ids; expected each id once.")
     check_fit(target, answers)
-    info = source_info(target, answers, taps=tuple(taps))
+    info = source_info(target, answers, taps=tuple(taps), kv_layers=tuple(kv_layers))
     header = _header(info, shard_tokens, dict(meta or {}))
     path = directory / MANIFEST
     manifest = _resume(path, header) if path.exists() else {**header, "complete": False, "shards": []}
@@ -96,7 +98,7 @@ def write_shards(
         recover(directory)
     done = sum(s["num_tokens"] for s in manifest["shards"])
     for index in range(len(manifest["shards"]), len(plan)):
-        examples = list(capture(target, plan[index], taps=taps, batch_tokens=batch_tokens))
+        examples = list(capture(target, plan[index], taps=taps, kv_layers=kv_layers, batch_tokens=batch_tokens))
         name = f"shard-{index:05d}.safetensors"
         content = _pack(examples)
         entry = {
@@ -119,7 +121,7 @@ def write_shards(
 
 
 def _header(info: SourceInfo, shard_tokens: int, meta: dict[str, Any]) -> dict[str, Any]:
-    facts = {**asdict(info), "taps": list(info.taps)}
+    facts = {**asdict(info), "taps": list(info.taps), "kv_layers": list(info.kv_layers)}
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -133,7 +135,8 @@ def _header(info: SourceInfo, shard_tokens: int, meta: dict[str, Any]) -> dict[s
 def _resume(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     """The manifest of an earlier run; UserError when it captured something else."""
     manifest = _checked_manifest(path)
-    for key in ("target_fingerprint", "taps", "hidden_size", "data_hash", "shard_tokens"):
+    manifest.setdefault("kv_layers", [])  # older captures know none
+    for key in ("target_fingerprint", "taps", "kv_layers", "hidden_size", "data_hash", "shard_tokens"):
         if manifest.get(key) != header[key]:
             raise UserError(
                 f"{path}: holds another capture: {key} is {manifest.get(key)!r}, now {header[key]!r}; "
@@ -167,6 +170,9 @@ def _pack(examples: list[Example]) -> bytes:
         "loss_mask": torch.cat([e.loss_mask for e in examples]).to(torch.uint8),
         "loop_mask": torch.cat([e.loop_mask for e in examples]).to(torch.uint8),
     }
+    kv = [e.kv for e in examples if e.kv is not None]
+    if kv:
+        tensors["kv"] = torch.cat(kv)
     content: bytes = save(tensors, metadata={"examples": json.dumps(rows, ensure_ascii=True)})
     return content
 
@@ -210,6 +216,7 @@ class ShardReader:
             num_examples=m["num_examples"],
             num_tokens=m["num_tokens"],
             num_label_tokens=m["num_label_tokens"],
+            kv_layers=tuple(m.get("kv_layers", ())),  # older captures know none
         )
         self.meta: Mapping[str, Any] = m["meta"]
         """The answers' side file as it was at capture."""
@@ -240,6 +247,7 @@ class ShardReader:
             file_map: Any = safe_open(str(path), framework="pt")
             rows = json.loads(file_map.metadata()["examples"])
             shape = file_map.get_slice("features").get_shape()
+            kv_shape = file_map.get_slice("kv").get_shape() if self.info.kv_layers else [entry["num_tokens"], 0]
         except OSError as err:
             raise UserError(f"{path}: cannot be read ({err.strerror or err}): {expected}; {again}.") from err
         except (SafetensorError, ValueError, KeyError, TypeError) as err:
@@ -247,6 +255,8 @@ class ShardReader:
         want = [entry["num_tokens"], len(self.info.taps), self.info.hidden_size]
         if list(shape) != want:
             raise UserError(f"{path}: features have shape {list(shape)}, expected {want}; {again}.")
+        if list(kv_shape[:2]) != [entry["num_tokens"], len(self.info.kv_layers)]:
+            raise UserError(f"{path}: keys and values have shape {list(kv_shape)}, which does not fit; {again}.")
         first = 0
         for row in rows:
             self._places[row["id"]] = _Place(index, first, row["length"], row["prompt_len"], row["domain"])
@@ -273,6 +283,7 @@ class ShardReader:
             features=file.get_slice("features")[rows] if features else no_features(place.length, self.info),
             loss_mask=file.get_slice("loss_mask")[rows].bool(),
             loop_mask=file.get_slice("loop_mask")[rows].bool(),
+            kv=file.get_slice("kv")[rows] if features and self.info.kv_layers else None,
         )
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
@@ -293,6 +304,7 @@ class ShardReader:
         return {
             **asdict(self.info),
             "taps": list(self.info.taps),
+            "kv_layers": list(self.info.kv_layers),
             "loop_share": loops / max(1, self.info.num_label_tokens),
             "median_length": lengths[len(lengths) // 2],
             "max_length": lengths[-1],

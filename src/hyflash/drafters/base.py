@@ -73,6 +73,8 @@ class Drafter(nn.Module, ABC):
     """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
 
     target_layer_ids: tuple[int, ...] = ()
+    target_kv_layers: tuple[int, ...] = ()
+    """Decoder layers whose keys and values it reads in the target's own cache (`DraftRequest.kv`, `Commit.kv`)."""
     weighs_prices: ClassVar[bool] = False
     """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
     cuts_by_prices: bool = False

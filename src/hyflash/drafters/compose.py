@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Prices, Proposal, Verdict
+from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Prices, Proposal, TargetKV, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.drafters.evidence import BYTES_PER_PART, Evidence
 from hyflash.drafters.late import LATE_PIECES, LateCommits
@@ -111,9 +112,12 @@ class Composite(Drafter):
         self.names = tuple(names)
         self.parts = nn.ModuleList(drafter for _, drafter in drafters)
         self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
-        self._with_features = [p for p, drafter in enumerate(self._drafters) if drafter.target_layer_ids]
+        self._with_features = [
+            p for p, drafter in enumerate(self._drafters) if drafter.target_layer_ids or drafter.target_kv_layers
+        ]
         self._cheap = [p for p in range(len(drafters)) if p not in self._with_features]
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
+        self.target_kv_layers = tuple(sorted({layer for d in self._drafters for layer in d.target_kv_layers}))
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
         self.max_draft_tokens = max(d.max_draft_tokens for d in self._drafters)
         self.samples = any(d.samples for d in self._drafters)
@@ -135,11 +139,10 @@ class Composite(Drafter):
         if new.verdict is not None:
             self._learn(state, new, new.verdict)
         for p, (name, drafter) in enumerate(zip(self.names, self._drafters, strict=True)):
-            if drafter.target_layer_ids:
+            if p in self._with_features:
                 self._commit_dear(state, new, p)
             else:
-                own = Commit(rows=new.rows, tokens=new.tokens, features=None, verdict=_own(new.verdict, p, name))
-                drafter.commit(state.parts[p], own)
+                drafter.commit(state.parts[p], replace(new, features=None, verdict=_own(new.verdict, p, name)))
 
     def _commit_dear(self, state: ComposedState, new: Commit, p: int) -> None:
         """Tokens of rows that the part has drafted go to it, with the verdict; with prices, those of others wait."""
@@ -158,15 +161,15 @@ class Composite(Drafter):
                 if state.late[p].add(row, tokens, part):
                     full.append(row)
         if mine or full:
-            self._catch_up(state, [*(new.rows[b] for b in mine), *full], p)
+            self._catch_up(state, [*(new.rows[b] for b in mine), *full], p, new.kv)
         if mine:
-            own = Commit(rows=new.rows, tokens=new.tokens, features=features, verdict=_own(verdict, p, name))
+            own = replace(new, features=features, verdict=_own(verdict, p, name))
             drafter.commit(state.parts[p], _members(own, mine))
             if verdict is not None:
                 self._commit_sec[p] = _follow(self._commit_sec[p], time.perf_counter() - began)
 
-    def _catch_up(self, state: ComposedState, rows: Sequence[int], p: int) -> None:
-        late = state.late[p].take(rows)
+    def _catch_up(self, state: ComposedState, rows: Sequence[int], p: int, kv: TargetKV | None) -> None:
+        late = state.late[p].take(rows, kv)
         if late is not None:
             self._drafters[p].commit(state.parts[p], late)
 
@@ -225,7 +228,7 @@ class Composite(Drafter):
         part, prices, is_dear = self._drafters[p], request.prices, p not in self._cheap
         asked = _subset(request, members=members, part=part)  # drafts are cut here, for all alike
         if is_dear:
-            self._catch_up(state, asked.rows, p)
+            self._catch_up(state, asked.rows, p, request.kv)
         began = time.perf_counter()
         proposal = part.propose(state.parts[p], asked)
         if is_dear:
@@ -370,7 +373,7 @@ def _members(new: Commit, members: Sequence[int]) -> Commit:
         )
     tokens = [new.tokens[b] for b in at]
     features = None if new.features is None else new.features[at, : max(map(len, tokens))]
-    return Commit(rows=[new.rows[b] for b in at], tokens=tokens, features=features, verdict=verdict)
+    return replace(new, rows=[new.rows[b] for b in at], tokens=tokens, features=features, verdict=verdict)
 
 
 def _stated(draft: Draft) -> Sequence[float]:
@@ -404,6 +407,7 @@ def _subset(request: DraftRequest, *, members: Sequence[int], part: Drafter) -> 
         anchors=[request.anchors[b] for b in members],
         num_tokens=[min(request.num_tokens[b], part.max_draft_tokens) for b in members],
         draws=draws if any(draws) else None,
+        kv=request.kv,
     )
 
 

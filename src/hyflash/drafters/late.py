@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hyflash.core import Commit
+from hyflash.core import Commit, TargetKV
 
 LATE_PIECES = 64
 """Pieces of a row after which the caller should commit them: they are memory, and a pause before the next token."""
@@ -37,8 +37,9 @@ class LateCommits:
         pieces.append((ids, features))
         return len(pieces) >= LATE_PIECES
 
-    def take(self, rows: Sequence[int]) -> Commit | None:
-        """One commit of all that waits for these rows; None when nothing does."""
+    def take(self, rows: Sequence[int], kv: TargetKV | None) -> Commit | None:
+        """One commit of all that waits for these rows, with the target's keys and values of them; None when nothing
+        does."""
         found = [(row, self._rows.pop(row)) for row in rows if row in self._rows]
         if not found:
             return None
@@ -51,7 +52,7 @@ class LateCommits:
                 if features is None:
                     features = own.new_zeros(len(found), max(map(len, tokens)), *own.shape[1:])
                 features[b, : len(own)] = own
-        return Commit(rows=[row for row, _ in found], tokens=tokens, features=features)
+        return Commit(rows=[row for row, _ in found], tokens=tokens, features=features, kv=kv)
 
     def waiting(self, row: int) -> list[Piece]:
         """A row's pieces, for a snapshot."""

@@ -37,6 +37,7 @@ from hyflash.drafters.late import LateCommits
 from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.offload import Offload, read_again
 from hyflash.engine.progress import Progress, check_params, check_request
+from hyflash.engine.target_kv import RowKV
 from hyflash.engine.verify import choices, num_best, replies, verify, weigh
 from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
@@ -89,6 +90,7 @@ class Engine:
         self._results: dict[int, Result] = {}
         self._next_id = 0
         self._late = LateCommits()
+        self._kv = RowKV(target) if drafter is not None and drafter.target_kv_layers else None
         self._max_rows, self._offload = max_rows, offload
 
     # ------------------------------------------------------------------------------------ requests
@@ -179,6 +181,8 @@ class Engine:
             progress = self._waiting.popleft()
             progress.row = self._free_rows.pop()
             progress.seq = self.target.open()
+            if self._kv is not None:
+                self._kv.seqs[progress.row] = progress.seq
             if self._state is not None:
                 self._state.reset(progress.row)
             self._stats[progress.request_id] = self.policy.new_stats()
@@ -250,14 +254,8 @@ class Engine:
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
             followers.append(p.token_ids[-1] if num_committed > num_accepted else None)
-            p.rounds.append(
-                RoundTrace(
-                    num_drafted=num_drafted,
-                    num_accepted=num_accepted,
-                    num_committed=num_committed,
-                    source=draft.source if num_drafted else "",
-                )
-            )
+            counts = {"num_drafted": num_drafted, "num_accepted": num_accepted, "num_committed": num_committed}
+            p.rounds.append(RoundTrace(**counts, source=draft.source if num_drafted else ""))
             self._stats[p.request_id].observe(num_drafted, num_accepted)
             p.last_token_sec = time.perf_counter()
             p.first_token_sec = p.first_token_sec or p.last_token_sec
@@ -311,6 +309,7 @@ class Engine:
                 num_tokens=[wanted[i] for i in chosen],
                 prices=prices,
                 draws=draws if any(draws) else None,
+                kv=self._kv,
             ),
         )
         self._count_nonfinite(proposal)
@@ -412,7 +411,7 @@ class Engine:
             for b, (tokens, width) in enumerate(zip(kept, widths, strict=True)):
                 padded[b, : len(tokens)] = features[first : first + len(tokens)]
                 first += width
-        commit = Commit(rows=[p.row for p in requests], tokens=kept, features=padded, verdict=verdict)
+        commit = Commit(rows=[p.row for p in requests], tokens=kept, features=padded, verdict=verdict, kv=self._kv)
         self.drafter.commit(self._state, commit)
 
     def _commit_later(
@@ -430,7 +429,7 @@ class Engine:
 
     def _catch_up(self, requests: list[Progress]) -> None:
         """Commit what was kept for later."""
-        late = self._late.take([p.row for p in requests])
+        late = self._late.take([p.row for p in requests], self._kv)
         if late is not None and self.drafter is not None and self._state is not None:
             self.drafter.commit(self._state, late)
 

@@ -25,22 +25,37 @@ from hyflash.drafters.base import Drafter, State
 from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.errors import HyflashError
-from hyflash.targets.base import Target
+from hyflash.targets.base import Target, copy_kv
 from hyflash.targets.replay import Recording, ReplayTarget
 
 __all__ = ["Recording", "measure", "record", "watch"]
 
 
-def record(target: Target, taps: Sequence[int], prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Recording:
-    """Capture the features of one answered prompt, in one forward."""
+def record(
+    target: Target,
+    taps: Sequence[int],
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    *,
+    kv_layers: Sequence[int] = (),
+) -> Recording:
+    """Capture the features, keys and values of one answered prompt, in one forward."""
     ids = [*prompt_ids, *answer_ids]
-    features = None
-    if taps:
+    features = kv = None
+    if taps or kv_layers:
         seq = target.open()
         rows = Rows(tokens=torch.tensor(ids), seqs=(seq,), lengths=(len(ids),), taps=tuple(taps), logits="none")
         features = target.forward(rows).features
+        kv = copy_kv(target, seq, kv_layers) if kv_layers else None
         target.close(seq)
-    return Recording(prompt_ids=tuple(prompt_ids), answer_ids=tuple(answer_ids), features=features, taps=tuple(taps))
+    return Recording(
+        prompt_ids=tuple(prompt_ids),
+        answer_ids=tuple(answer_ids),
+        features=features,
+        taps=tuple(taps),
+        kv=kv,
+        kv_layers=tuple(kv_layers),
+    )
 
 
 def measure(
@@ -83,6 +98,7 @@ class _Watched(Drafter):
         super().__init__(inner.config, inner.hooks)
         self.inner = inner
         self.target_layer_ids, self.max_positions = inner.target_layer_ids, inner.max_positions
+        self.target_kv_layers = inner.target_kv_layers
         self.max_draft_tokens = inner.max_draft_tokens
         self.seen: list[tuple[Sequence[float], int]] = []  # confidence of each draft, accepted ones
 

@@ -8,15 +8,25 @@ above it may know them. Implementations: `native.py` (our CPU kernels), `hf.py` 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from hyflash.core import Rows, TargetHooks, TargetInfo, TargetOutput
-from hyflash.errors import UserError
+from hyflash.errors import HyflashError, UserError
 from hyflash.ops.kernels import Kernels
 
 Exactness = Literal["invariant", "recheck", "off"]
+
+
+def copy_kv(target: Target, seq: int, layers: Sequence[int]) -> Tensor:
+    """Keys and values of all tokens of a sequence at some layers: (T, R, 2, G, K) float32, a copy. Raises UserError."""
+    views = [target.kv_view(seq, layer) for layer in layers]
+    if any(keys.shape != values.shape for keys, values in views):
+        raise UserError(f"the values of {target.info.name} are not as wide as its keys; no drafter reads such a cache.")
+    return torch.stack([torch.stack(view, dim=1) for view in views], dim=1)
 
 
 class Target(ABC):
@@ -56,9 +66,24 @@ class Target(ABC):
     def kv_bytes(self) -> int:
         """Bytes the caches of all open sequences hold now."""
 
-    def kv_view(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's keys (rotated) and values of a sequence, each (T, G, K) float32. Not every target can."""
+    def kv_view(self, seq: int, layer: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values (T, G, K) float32 of a sequence's tokens first..last-1 (None: to its end) at a layer.
+
+        Keys are rotated, in the rotate-half order whatever the target keeps. Views where it keeps float32, else copies:
+        read them before the sequence changes, and do not write to them. Layers with a sliding window show all tokens.
+        Raises UserError where a target cannot, HyflashError for tokens that are not in the cache.
+        """
         raise UserError(f"{self.info.name} does not show its keys and values.")
+
+    def _kv_span(self, seq: int, layer: int, first: int, last: int | None) -> tuple[int, int]:
+        """Checked bounds of `kv_view`."""
+        if not 0 <= layer < self.info.num_layers:
+            raise UserError(f"layer {layer} is none of {self.info.name}; expected 0 to {self.info.num_layers - 1}.")
+        held = self.length(seq)
+        last = held if last is None else last
+        if not 0 <= first <= last <= held:
+            raise HyflashError(f"tokens {first} to {last} are not in a cache of {held}.")
+        return first, last
 
     def kernels(self, weights: str) -> Kernels | None:
         """CPU kernels for a drafter that keeps its weights so and runs between this target's forwards; None: torch."""

@@ -9,6 +9,7 @@ independent of the rows beside it; whether that holds here is measured at load, 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from hyflash.cache import SlotCache
 from hyflash.core import Rows, TargetHooks, TargetInfo, TargetOutput
 from hyflash.errors import HyflashError, UserError, reason
+from hyflash.ops.rope import rotate, turn_tables
 from hyflash.targets.attention import NAME, attend, make_plan
 from hyflash.targets.base import Exactness, Target
 from hyflash.targets.fingerprint import fingerprint
@@ -119,12 +121,14 @@ class HFTarget(Target):
         """Bytes of KV the open sequences hold."""
         return self.cache.nbytes()
 
-    def kv_view(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's keys (rotated) and values of a sequence, each (T, G, K) float32."""
-        if not 0 <= layer < self.info.num_layers:
-            raise UserError(f"layer {layer} is none of {self.info.name}; expected 0 to {self.info.num_layers - 1}.")
-        keys, values = self.cache.view(layer, seq, seq + 1, self.length(seq))
-        return keys[0].transpose(0, 1).float().clone(), values[0].transpose(0, 1).float().clone()
+    def kv_view(self, seq: int, layer: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """The cache itself in float32, copies of half types; see `Target.kv_view`."""
+        first, last = self._kv_span(seq, layer, first, last)
+        if last == 0:  # the cache may not have got a place for the sequence yet
+            none = torch.zeros(0, self.info.num_kv_heads, self.info.head_dim, device=self.info.device)
+            return none, none
+        keys, values = self.cache.view(layer, seq, seq + 1, last)
+        return keys[0, :, first:].transpose(0, 1).float(), values[0, :, first:].transpose(0, 1).float()
 
     def describe(self) -> dict[str, Any]:
         """Backend, arithmetic, threads."""
@@ -170,7 +174,13 @@ class HFTarget(Target):
     def hooks(self) -> TargetHooks:
         """Embedding and head for drafters."""
         weight: Tensor = self._lm_head.weight  # type: ignore[assignment]
-        return TargetHooks(info=self.info, embed=self._embed, head=self._head, head_rows=lambda ids: weight[ids])
+        return TargetHooks(
+            info=self.info,
+            embed=self._embed,
+            head=self._head,
+            head_rows=lambda ids: weight[ids],
+            rotation=self._rotation,
+        )
 
     # --------------------------------------------------------------------------------------- parts
 
@@ -193,6 +203,35 @@ class HFTarget(Target):
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    @torch.no_grad()
+    def _rotation(self, layer: int) -> tuple[Sequence[float], float]:
+        """How a layer rotates keys, checked on them: of one token over and over, all differ by their rotation alone.
+
+        Raises UserError where it is another way.
+        """
+        rotary, config = getattr(self._base, "rotary_emb", None), self.model.config.get_text_config()  # type: ignore[operator,union-attr]
+        kinds = getattr(config, "layer_types", None)
+        kind = "" if hasattr(rotary, "inv_freq") or not kinds else f"{kinds[layer]}_"
+        frequencies = getattr(rotary, f"{kind}inv_freq", torch.zeros(0)).double()
+        factor = float(getattr(rotary, f"{kind}attention_scaling", 1.0))
+        seq, n = self.open(), min(3, self.info.max_context)
+        try:
+            self.forward(
+                Rows(
+                    tokens=torch.full((n,), min(3, self.info.vocab_size - 1)), seqs=(seq,), lengths=(n,), logits="none"
+                )
+            )
+            keys = self.kv_view(seq, layer)[0].clone()
+        finally:
+            self.close(seq)
+        turned = rotate(keys[:1].expand_as(keys), *turn_tables(torch.arange(n), frequencies))  # key 0 has the factor
+        if not len(frequencies) or not (turned - keys).norm() <= 2e-2 * keys.norm():
+            raise UserError(
+                f"{self.info.name}: the family {self.info.family} rotates its keys in a way unknown here; "
+                "expected a drafter that does not read them."
+            )
+        return frequencies.tolist(), factor
 
     def _check(self, rows: Rows) -> None:
         num = sum(rows.lengths)

@@ -12,6 +12,7 @@ import ctypes
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +164,16 @@ class NativeTarget(Target):
         """Bytes of KV the open sequences hold."""
         return int(self._lib.hk_kv_bytes(self._model))
 
-    def kv_view(self, seq: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of a layer's keys (rotated) and values of a sequence, each (T, G, K) float32."""
-        if not 0 <= layer < self.info.num_layers:
-            raise UserError(f"layer {layer} is none of {self.info.name}; expected 0 to {self.info.num_layers - 1}.")
-        length = self.length(seq)
-        out = torch.empty(2, length, self.info.num_kv_heads, self.info.head_dim)
+    def kv_view(self, seq: int, layer: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Copies, made of the pages and of the stored type; see `Target.kv_view`."""
+        first, last = self._kv_span(seq, layer, first, last)
+        out = torch.empty(2, last - first, self.info.num_kv_heads, self.info.head_dim)
         for which in (0, 1):
-            self._lib.hk_kv_read(self._model, seq, layer, which, 0, length, out[which].data_ptr())
-        return out[0], out[1]
+            self._lib.hk_kv_read(self._model, seq, layer, which, first, last - first, out[which].data_ptr())
+        keys, width = out[0], 2 * len(self._spec.ropes[0].frequencies)
+        if self._spec.rope_interleaved:
+            keys = torch.cat((keys[..., :width:2], keys[..., 1:width:2], keys[..., width:]), dim=-1)
+        return keys, out[1]
 
     def forward(self, rows: Rows) -> TargetOutput:
         """One forward of packed rows; see `Target.forward`."""
@@ -217,7 +219,14 @@ class NativeTarget(Target):
             address=self._packed.embedding.ctypes.data,
             scale=self._spec.embed_scale,
         )
-        return TargetHooks(info=self.info, embed=self._embed, head=self._head, head_rows=self._head_rows, table=table)
+        return TargetHooks(
+            info=self.info,
+            embed=self._embed,
+            head=self._head,
+            head_rows=self._head_rows,
+            table=table,
+            rotation=self._rotation,
+        )
 
     def kernels(self, weights: str) -> Kernels:
         """The kernels on this target's threads, for a drafter that runs between its forwards."""
@@ -298,6 +307,9 @@ class NativeTarget(Target):
         kind, packed = hk.TYPES[rows.type], address(self._packed.matrices[name])
         bias = None if rows.bias is None else self._keep(rows.bias)
         self._lib.hk_model_set_matrix(self._model, layer, slot, kind, rows.num_outputs, rows.num_inputs, packed, bias)
+
+    def _rotation(self, layer: int) -> tuple[Sequence[float], float]:
+        return self._spec.ropes[self._spec.rope_of_layer[layer]].frequencies, self._spec.rope_scale
 
     def _keep(self, vector: NDArray[np.float32]) -> ctypes.c_void_p:
         own = np.ascontiguousarray(vector, np.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hyflash.core import Rows, TargetHooks, TargetOutput
+from hyflash.errors import UserError
 from hyflash.targets.base import Exactness, Target
 
 
@@ -25,6 +26,15 @@ class Recording:
     answer_ids: tuple[int, ...]
     features: Tensor | None  # (T, C, D) of prompt + answer, at `taps`
     taps: tuple[int, ...] = ()
+    kv: Tensor | None = None  # (T, R, 2, G, K) keys and values of prompt + answer, at `kv_layers`
+    kv_layers: tuple[int, ...] = ()
+
+    def read(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """As a `TargetKV` of this text, whatever the row. Raises UserError for a layer that was not recorded."""
+        if self.kv is None or layer not in self.kv_layers:
+            raise UserError(f"the recording has no keys and values of layer {layer}, but {list(self.kv_layers)}.")
+        both = self.kv[first:last, self.kv_layers.index(layer)].float()
+        return both[:, 0], both[:, 1]
 
 
 class ReplayTarget(Target):
@@ -58,6 +68,11 @@ class ReplayTarget(Target):
     def truncate(self, seq: int, length: int) -> None:
         """Step back."""
         self._lengths[seq] = length
+
+    def kv_view(self, seq: int, layer: int, first: int = 0, last: int | None = None) -> tuple[Tensor, Tensor]:
+        """Recorded keys and values; see `Target.kv_view`."""
+        first, last = self._kv_span(seq, layer, first, last)
+        return self._open[seq].read(0, layer, first, last)
 
     def forward(self, rows: Rows) -> TargetOutput:
         """Recorded features, and logits that are 1 at the recorded next token."""

@@ -35,7 +35,7 @@ def evaluate(
             terms = [
                 _terms(drafter, examples[i : i + options.batch_sequences], options) for i in _starts(examples, options)
             ]
-            results = measure(drafter, [_recording(e, drafter.target_layer_ids) for e in examples], num_draft_tokens)
+            results = measure(drafter, [_recording(e, drafter) for e in examples], num_draft_tokens)
     finally:
         drafter.train()
     numerator, denominator = (sum(float(getattr(t, n)) for t in terms) for n in ("numerator", "denominator"))
@@ -48,7 +48,7 @@ def calibrate(drafter: Drafter, examples: Sequence[Example], *, num_draft_tokens
     """Fit the drafter's confidence to real rounds on held-out answers; leaves it in training mode. Returns figures."""
     drafter.eval()
     try:
-        recordings = [_recording(e, drafter.target_layer_ids) for e in examples]
+        recordings = [_recording(e, drafter) for e in examples]
         return drafter.calibrate(watch(drafter, recordings, num_draft_tokens))
     finally:
         drafter.train()
@@ -63,10 +63,17 @@ def _terms(drafter: Drafter, examples: Sequence[Example], options: DataTable) ->
     return drafter.loss(drafter(batch), batch)
 
 
-def _recording(example: Example, taps: tuple[int, ...]) -> Recording:
+def _recording(example: Example, drafter: Drafter) -> Recording:
     tokens = tuple(example.tokens.tolist())
     n = example.prompt_len
-    return Recording(prompt_ids=tokens[:n], answer_ids=tokens[n:], features=example.features, taps=taps)
+    return Recording(
+        prompt_ids=tokens[:n],
+        answer_ids=tokens[n:],
+        features=example.features,
+        taps=drafter.target_layer_ids,
+        kv=example.kv,
+        kv_layers=drafter.target_kv_layers,
+    )
 
 
 def _taus(results: Sequence[Result], examples: Sequence[Example]) -> dict[str, Any]:

@@ -23,40 +23,54 @@ _POOL_BATCHES = 16
 """Batches are cut from pools of this many, sorted by length: little padding, still random."""
 
 
-class TapSelection:
-    """An `ExampleSource` that gives only some of the captured taps, in a drafter's order."""
+class LayerSelection:
+    """An `ExampleSource` that gives only some of the captured taps and of the layers' keys and values, in a drafter's
+    order."""
 
-    def __init__(self, source: ExampleSource, taps: Sequence[int]) -> None:
-        have = source.info.taps
+    def __init__(self, source: ExampleSource, taps: Sequence[int], kv_layers: Sequence[int]) -> None:
+        have, held = source.info.taps, source.info.kv_layers
         missing = [t for t in taps if t not in have]
         if missing:
             raise UserError(
                 f"the data has taps {list(have)}, the drafter reads {list(taps)}: {missing} are missing; "
                 "capture again with the drafter's taps."
             )
+        missing = [layer for layer in kv_layers if layer not in held]
+        if missing:
+            found = f"has those of layers {list(held)}" if held else "has none"
+            raise UserError(
+                f"the drafter reads keys and values of the target's layers {list(kv_layers)}, and the data {found}; "
+                f"capture again with the drafter's recipe, or --kv-layers {','.join(map(str, kv_layers))}."
+            )
         self._source = source
         self._places = [have.index(t) for t in taps]
+        self._kv_places = [held.index(layer) for layer in kv_layers]
         self.ids = source.ids
         self.meta = source.meta
-        self.info: SourceInfo = replace(source.info, taps=tuple(taps))
+        self.info: SourceInfo = replace(source.info, taps=tuple(taps), kv_layers=tuple(kv_layers))
 
     def length(self, example_id: str) -> int:
         """Tokens of the example."""
         return self._source.length(example_id)
 
     def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
-        """The examples with the chosen taps."""
+        """The examples with what was chosen."""
         examples = self._source.fetch(ids, features=features)
-        return [replace(e, features=e.features[:, self._places]) for e in examples] if features else examples
+        return [self._select(e) for e in examples] if features else examples
+
+    def _select(self, example: Example) -> Example:
+        kv = example.kv[:, self._kv_places] if example.kv is not None and self._kv_places else None
+        return replace(example, features=example.features[:, self._places], kv=kv)
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:
         """As the source's."""
         return self._source.label_counts(ids, vocab_size)
 
 
-def select_taps(source: ExampleSource, taps: Sequence[int]) -> ExampleSource:
-    """The source itself when its taps are those of the drafter, else a selection. Raises UserError."""
-    return source if source.info.taps == tuple(taps) else TapSelection(source, taps)
+def select_layers(source: ExampleSource, taps: Sequence[int], kv_layers: Sequence[int] = ()) -> ExampleSource:
+    """The source itself when its layers are those of the drafter, else a selection. Raises UserError."""
+    same = source.info.taps == tuple(taps) and source.info.kv_layers == tuple(kv_layers)
+    return source if same else LayerSelection(source, taps, kv_layers)
 
 
 def hold_out(ids: Sequence[str], count: int, *, seed: int) -> tuple[list[str], list[str]]:

@@ -34,7 +34,7 @@ from hyflash.hub import Progress
 from hyflash.targets.base import Target
 from hyflash.train.card import make_card
 from hyflash.train.evaluate import best_entry, calibrate, evaluate, pool
-from hyflash.train.loader import BatchStream, hold_out, select_taps
+from hyflash.train.loader import BatchStream, hold_out, select_layers
 from hyflash.train.optim import (
     Budget,
     freeze,
@@ -79,7 +79,8 @@ def train(
     torch.manual_seed(recipe.train.seed)
     drafter = make_drafter(recipe, target.hooks())
     text_only = drafter.trains_on_text and recipe.data.held_out == 0
-    source = open_source(recipe, target, () if text_only else drafter.target_layer_ids)
+    layers = ((), ()) if text_only else (drafter.target_layer_ids, drafter.target_kv_layers)
+    source = open_source(recipe, target, *layers)
     with Reporter(quiet=quiet) as reporter:
         if note:
             reporter.note(note)
@@ -100,19 +101,26 @@ def make_drafter(recipe: Recipe, hooks: TargetHooks) -> Drafter:
     return drafter.to(hooks.info.device).float().train()
 
 
-def open_source(recipe: Recipe, target: Target, taps: tuple[int, ...]) -> ExampleSource:
-    """The training examples, with the features the drafter reads. Raises UserError."""
+def open_source(
+    recipe: Recipe, target: Target, taps: tuple[int, ...], kv_layers: tuple[int, ...] = ()
+) -> ExampleSource:
+    """The training examples, with the features, keys and values that the drafter reads. Raises UserError."""
     data = recipe.data
     if data.answers is not None:
         file = read_answers(data.answers)
-        return LiveSource(target, file.answers, taps=taps, meta=file.meta, batch_tokens=data.batch_tokens)
+        return LiveSource(
+            target, file.answers, taps=taps, kv_layers=kv_layers, meta=file.meta, batch_tokens=data.batch_tokens
+        )
     assert data.shards is not None
     if isinstance(data.shards, str):
-        return _open_shards(data.shards, target, taps, verify=data.verify)
-    return JoinedSource([(path, _open_shards(path, target, taps, verify=data.verify)) for path in data.shards])
+        return _open_shards(data.shards, target, taps, kv_layers, verify=data.verify)
+    parts = [(path, _open_shards(path, target, taps, kv_layers, verify=data.verify)) for path in data.shards]
+    return JoinedSource(parts)
 
 
-def _open_shards(directory: str, target: Target, taps: tuple[int, ...], *, verify: bool) -> ExampleSource:
+def _open_shards(
+    directory: str, target: Target, taps: tuple[int, ...], kv_layers: tuple[int, ...], *, verify: bool
+) -> ExampleSource:
     reader = ShardReader(directory, verify=verify)
     if reader.info.target_fingerprint != target.info.fingerprint:
         raise UserError(
@@ -120,7 +128,7 @@ def _open_shards(directory: str, target: Target, taps: tuple[int, ...], *, verif
             f"{reader.info.target_fingerprint}, but {target.info.name!r} has {target.info.fingerprint}; "
             "train with that target, or capture again."
         )
-    return select_taps(reader, taps)
+    return select_layers(reader, taps, kv_layers)
 
 
 class Trainer:
@@ -161,7 +169,8 @@ class Trainer:
         if data.eval_shards is None:
             ids, held = hold_out(self.source.ids, data.held_out, seed=0)
             return ids, self.source, held
-        other = _open_shards(data.eval_shards, self.target, self.source.info.taps, verify=data.verify)
+        info = self.source.info
+        other = _open_shards(data.eval_shards, self.target, info.taps, info.kv_layers, verify=data.verify)
         _, held = hold_out(other.ids, data.held_out, seed=0)
         banned = set(other.ids)
         return [i for i in self.source.ids if i not in banned], other, held
