@@ -13,8 +13,9 @@ import torch
 from block_fakes import DIM, LAYERS, VOCAB, ask, commit_prefix, commit_rows, fake_batch, fake_hooks
 from drafting import drafts, num_drafted
 from hyflash.core import Commit, DraftRequest, TrainBatch
-from hyflash.drafters.block_config import DFlashConfig, tap_rule, unused_token
+from hyflash.drafters.block_config import DFlashConfig, unused_token
 from hyflash.drafters.dflash import DrafterImpl
+from hyflash.drafters.feature_config import tap_rule
 from hyflash.errors import HyflashError, UserError
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from hyflash.bench.footprint import Footprint, footprints
 from hyflash.core import Request, Result, SamplingParams
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.feature_config import FeatureConfig
 from hyflash.engine.decode import Engine
 from hyflash.engine.replay import Recording, measure, record
 from hyflash.errors import HyflashError, UserError
@@ -222,7 +223,7 @@ def _check_card(diagnosis: Diagnosis, drafter: Drafter, target: Target, card: di
     elif drafter.target_layer_ids:
         diagnosis.add("card", "warn", "has no card that says which target it was trained for")
     config = drafter.config
-    if isinstance(config, DFlashConfig):
+    if isinstance(config, FeatureConfig):
         recorded = card.get("target_layer_ids")
         if recorded is not None and tuple(recorded) != drafter.target_layer_ids:
             diagnosis.add(
@@ -379,7 +380,7 @@ def _variants(drafter: Drafter, *, search: bool) -> Iterator[tuple[str, Drafter,
         right = [tap if tap == last else tap + shift for tap in taps]
         yield f"wrong taps: features fit layers {right} better than {list(taps)}", drafter, shift
     config = drafter.config
-    if not isinstance(config, DFlashConfig):
+    if not isinstance(config, FeatureConfig):
         return
     theta = drafter.hooks.info.rope_theta
     if config.rope_theta != theta:
@@ -388,7 +389,7 @@ def _variants(drafter: Drafter, *, search: bool) -> Iterator[tuple[str, Drafter,
             _changed(drafter, {"rope_theta": theta}),
             0,
         )
-    if search:
+    if search and isinstance(config, DFlashConfig):
         for token in _masks(drafter, config):
             yield (
                 f"wrong mask token: {token} fits, not {config.mask_token_id}",

@@ -17,6 +17,8 @@ _NOT_METHODS = {
     "context",
     "convolution",
     "evidence",
+    "feature_config",
+    "feature_drafter",
     "logit_drafter",
     "objective",
     "packed_drafter",

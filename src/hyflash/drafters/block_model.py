@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyflash.core import DraftOutput, TargetHooks
+from hyflash.core import TargetHooks
 from hyflash.drafters import zlab
 from hyflash.drafters.base import DrafterConfig
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.packed_drafter import PackedDrafter
 from hyflash.drafters.packing import PackingDrafter
-from hyflash.drafters.vocab import HeadRows, ReducedHead, full_head
-from hyflash.errors import HyflashError, UserError
+from hyflash.errors import HyflashError
 from hyflash.layers import (
     DraftLayer,
     GRUCorrection,
@@ -33,14 +32,11 @@ from hyflash.layers import (
 from hyflash.ops.attention import context_mask
 from hyflash.ops.rope import rope_tables
 
-FEATURE_LIMIT = 65504.0
-
 
 class BlockModel(PackingDrafter):
     """What all block drafters are made of; subclasses train and serve it."""
 
     config: DFlashConfig
-    draft_ids: Tensor | None
     start_index: Tensor
 
     def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
@@ -50,8 +46,6 @@ class BlockModel(PackingDrafter):
         cfg = config.resolved(hooks)
         super().__init__(cfg, hooks)
         dim, eps = cfg.hidden_size, cfg.rms_norm_eps
-        self.target_layer_ids = cfg.taps
-        self.max_draft_tokens = cfg.num_draft_tokens
         self.windows = tuple(0 if i in cfg.full_layers else cfg.window for i in range(cfg.num_layers))
         self.max_positions = None if all(self.windows) else cfg.max_positions
         self.tap_norm = TapNorm(len(cfg.taps), dim, eps) if cfg.tap_norm else None
@@ -73,11 +67,6 @@ class BlockModel(PackingDrafter):
             )
             for layer in self._layers():
                 layer.silence()
-        # The first ids are the most frequent merges of a BPE vocabulary: a fair list until a counted one is set.
-        static = torch.arange(cfg.draft_vocab_size) if cfg.draft_vocab_size > 0 else None
-        self.register_buffer("draft_ids", static)
-        self._rows = HeadRows(hooks) if cfg.draft_vocab_size > 0 else None
-        self._head: ReducedHead | None = None
 
     @classmethod
     def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
@@ -110,35 +99,11 @@ class BlockModel(PackingDrafter):
     def _causal(self, layer: int) -> bool:
         return self.config.causal_block and layer not in self.config.full_layers
 
-    def set_draft_vocab(self, ids: Tensor) -> None:
-        """Set the static draft vocabulary: (draft_vocab_size,) distinct token ids. Raises UserError."""
-        if self.draft_ids is None:
-            raise UserError("this drafter uses the full vocabulary; build it with draft_vocab_size above 0.")
-        size, vocab = len(self.draft_ids), self.hooks.info.vocab_size
-        if ids.shape != (size,) or len(torch.unique(ids)) != size or int(ids.min()) < 0 or int(ids.max()) >= vocab:
-            raise UserError(f"draft vocabulary must be {size} distinct token ids below {vocab}; found {len(ids)} ids.")
-        self.draft_ids.copy_(ids)
-        self.forget()
-
     def context_features(self, taps: Tensor) -> Tensor:
         """Fuse clamped features (..., C, D) into context features (..., D)."""
         normed = taps if self.tap_norm is None else self.tap_norm(taps)
         out: Tensor = self.hidden_norm(self.fc(normed.flatten(-2)))
         return out
-
-    def _clean(self, features: Tensor | None) -> Tensor:
-        """Features (B, T, C, D), clamped and in the weights' dtype."""
-        if features is None or features.shape[2] != len(self.target_layer_ids):
-            found = "none" if features is None else f"{features.shape[2]} taps"
-            raise HyflashError(f"drafter needs features of layers {self.target_layer_ids}; found {found}.")
-        return features.float().clamp(-FEATURE_LIMIT, FEATURE_LIMIT).to(self.fc.weight.dtype)
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.hooks.embed(tokens).detach().to(self.fc.weight.dtype)
-
-    def logits(self, out: DraftOutput) -> Tensor:
-        """Logits (B, A, L, V) of a training forward, in the head's dtype."""
-        return full_head(self.hooks, out.hidden)
 
     def _slot_inputs(self, tokens: Tensor, before: Tensor, packed: PackedDrafter | None = None) -> Tensor:
         """Block inputs (B, A, S, D) of anchor tokens (B, A) and start taps at anchor - 1 (B, A, C', D).

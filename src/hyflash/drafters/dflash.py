@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from hyflash.core import Commit, Draft, DraftCost, DraftOutput, DraftRequest, LossTerms, Proposal, TrainBatch
-from hyflash.drafters.base import DrafterConfig, State, pick_tokens, to_proposal
+from hyflash.drafters.base import DrafterConfig, State
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
 from hyflash.drafters.context import BlockState, ContextShape, new_store
-from hyflash.drafters.objective import PLAIN, HeadTraining, Reduced, at_positions, block_labels, block_loss
+from hyflash.drafters.objective import PLAIN, HeadTraining, block_labels, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.picking import Picker
 from hyflash.drafters.vocab import ReducedHead, ServingHead, Step
-from hyflash.errors import HyflashError, UserError
+from hyflash.errors import UserError
 from hyflash.layers import GRUCorrection, LayerContext
 from hyflash.ops.kernels import HEAD_STEP, Kernels
 from hyflash.ops.ridge import NormalEquations
@@ -96,23 +96,9 @@ class DrafterImpl(BlockModel):
         reduced, extra = self._reduced(), self._head_training(out, batch)
         return block_loss(out, batch, config=self.config, hooks=self.hooks, reduced=reduced, target=target, extra=extra)
 
-    def _reduced(self) -> Reduced | None:
-        """The static draft vocabulary and where its rows come from; None without one."""
-        return None if self.draft_ids is None or self._rows is None else (self._rows, self.draft_ids)
-
     def _head_training(self, out: DraftOutput, batch: TrainBatch) -> HeadTraining:
         """What a head of the drafter's own brings into the loss; DFlash has none."""
         return PLAIN
-
-    def _logit_table(self) -> Tensor | None:
-        """Rows (V, R) of a low-rank addition to the logits; DFlash has none."""
-        return None
-
-    def _target_hidden(self, batch: TrainBatch) -> Tensor:
-        """Final-normed hidden (B, A, L, D) of the target, whose head predicts each draft position."""
-        final = self._clean(batch.features)[:, :, self.target_layer_ids.index(self.hooks.info.num_layers)]
-        ahead = batch.anchors[..., None] + torch.arange(self.config.num_draft_tokens, device=batch.anchors.device)
-        return at_positions(final, ahead.clamp(0, batch.tokens.shape[1] - 1))
 
     @torch.no_grad()
     def start(self, batches: list[TrainBatch]) -> dict[str, float]:
@@ -147,9 +133,7 @@ class DrafterImpl(BlockModel):
         if self.ridge is not None:
             shape = (num_rows, len(self.start_index), self.config.hidden_size)
             fixed["last"] = torch.zeros(shape, dtype=self.fc.weight.dtype, device=device)
-        if self.draft_ids is not None:
-            fixed["seen"] = torch.zeros(num_rows, self.hooks.info.vocab_size, dtype=torch.uint8, device=device)
-        return fixed
+        return {**fixed, **self._seen(num_rows)}
 
     def new_state(self, num_rows: int) -> BlockState:
         """Empty state: rings are allocated whole, growing stores as tokens come."""
@@ -209,12 +193,10 @@ class DrafterImpl(BlockModel):
                 keys, values = layer.self_attn.keys_values(context)
                 store.append(rows, starts, lengths, keys, values)
             self._write_memory(own, rows, lengths, context)
+        self._count(own, new)
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            own.lengths[row] += length
             if length > 0 and "last" in own.fixed:
                 own.fixed["last"][row] = taps[b, length - 1].index_select(0, self.start_index)
-            if "seen" in own.fixed:
-                own.fixed["seen"][row, list(new.tokens[b])] = 1
 
     def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
         """Take context features (B, T, D) into the memories."""
@@ -226,10 +208,6 @@ class DrafterImpl(BlockModel):
     def _memory_flops(self) -> tuple[int, int]:
         """FLOPs of the memories for one block and for one committed token."""
         return 0, 0
-
-    def _anchors(self, request: DraftRequest) -> Tensor:
-        """Anchors (B,) of a request, where the weights are."""
-        return torch.tensor(request.anchors, device=self.fc.weight.device)
 
     @torch.no_grad()
     def block_hidden(self, state: State, request: DraftRequest) -> Tensor:
@@ -265,7 +243,7 @@ class DrafterImpl(BlockModel):
         """Greedy draft tokens, samples in rows with a draw. The whole block is always computed: tokens do not depend on
         how many are asked. The kernels' own pass knows greedy tokens only."""
         own = BlockState.of(state)
-        wanted = tuple(self._room(own, row, n) for row, n in zip(request.rows, request.num_tokens, strict=True))
+        wanted = self._wanted(own, request)
         depth = max(wanted, default=0)
         if depth == 0:
             return Proposal([Draft()] * len(wanted))
@@ -278,11 +256,7 @@ class DrafterImpl(BlockModel):
         """Tokens of hidden (B, L, D), cut as `pick_tokens` does, with the confidence stated where one is."""
         head, picker = self._serving_head(state, request), Picker(request.draws)
         logits, stated = self._draft(hidden, head, self._anchors(request), picker)
-        greedy, lengths, probs, cut = pick_tokens(logits, wanted)
-        tokens = head.token_ids(picker.columns(greedy))
-        proposal = to_proposal(tokens, lengths, probs if stated is None else stated, cut)
-        vocab = self.hooks.info.vocab_size
-        return picker.finish(proposal, head.all_ids(logits), vocab, stated=stated is not None)
+        return self._proposal(head, picker, logits, stated, wanted)
 
     def _draft(
         self, hidden: Tensor, head: ServingHead, anchors: Tensor, picker: Picker
@@ -307,25 +281,6 @@ class DrafterImpl(BlockModel):
         known = known and not self.config.sample_from_anchor
         return known and self.draft_ids is not None and self.hooks.table is not None
 
-    def _reduced_head(self) -> ReducedHead:
-        if self.draft_ids is None or self._rows is None:
-            raise HyflashError("this drafter uses the full vocabulary.")
-        if self._head is None:
-            self._head = ReducedHead(self._rows, self.draft_ids, self._logit_table())
-        return self._head
-
-    def _room(self, state: BlockState, row: int, asked: int) -> int:
-        """Tokens that may be drafted for a row: no more than asked, than a block has, than positions are left."""
-        most = min(asked, self.max_draft_tokens)
-        return most if self.max_positions is None else max(0, min(most, self.max_positions - 1 - state.lengths[row]))
-
-    def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
-        if self.draft_ids is None:
-            table = self._logit_table()
-            tables = () if table is None else (table,)
-            return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None, tables=tables)
-        return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], self._anchors(request))
-
     def cost(self, context_tokens: int) -> DraftCost:
         """Bytes as `State.nbytes` counts them; FLOPs of one full block and of one committed token."""
         cfg, shape = self.config, self._shape()
@@ -349,8 +304,3 @@ class DrafterImpl(BlockModel):
             propose_flops=flops + memory_propose,
             commit_flops_per_token=2 * self.fc.weight.numel() + cfg.num_layers * per_layer + memory_commit,
         )
-
-    def forget(self) -> None:
-        """Drop what was made from the weights: packed ones, and the rows of the reduced head."""
-        super().forget()
-        self._head = None

@@ -1,4 +1,4 @@
-"""Training objective of block drafters, from the hidden states of all draft positions to sums.
+"""Training objective of drafters with features, from the hidden states of all draft positions to sums.
 
 In: a DraftOutput and its batch. Out: LossTerms: weighted row losses, accuracy per position, teacher-forced tau.
 With a reduced vocabulary the loss sees its static list and the batch's labels, as serving adds what a context holds.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyflash.core import DraftOutput, LossTerms, TargetHooks, TrainBatch
-from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.feature_config import FeatureConfig
 from hyflash.drafters.vocab import HeadRows, full_head, head_logits, training_vocab
 from hyflash.ops.losses import Addition, Head, RowLosses, decay_weights, dpace_weights, head_losses, leading_run
 
@@ -39,7 +39,7 @@ def block_loss(
     out: DraftOutput,
     batch: TrainBatch,
     *,
-    config: DFlashConfig,
+    config: FeatureConfig,
     hooks: TargetHooks,
     reduced: Reduced | None,
     target: Tensor | None,
@@ -89,7 +89,7 @@ def _with_confidence(
     return rows.loss + extra.confidence_weight * wrong, metrics
 
 
-def row_weights(rows: RowLosses, mask: Tensor, batch: TrainBatch, config: DFlashConfig) -> Tensor:
+def row_weights(rows: RowLosses, mask: Tensor, batch: TrainBatch, config: FeatureConfig) -> Tensor:
     """What each labelled position weighs, (N,) in the order of the mask (B, A, L)."""
     if config.dpace:
         prob = torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, rows.prob)

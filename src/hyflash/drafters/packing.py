@@ -7,26 +7,24 @@ are copies, so whatever may change the modules drops them: training, loading, mo
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hyflash.core import TargetHooks
-from hyflash.drafters.base import Drafter, DrafterConfig
+from hyflash.drafters.feature_config import FeatureConfig
+from hyflash.drafters.feature_drafter import FeatureDrafter
 from hyflash.drafters.packed_drafter import PackedDrafter
 from hyflash.ops.kernels import Kernels
 
 
-class PackingDrafter(Drafter):
+class PackingDrafter(FeatureDrafter):
     """A drafter with a packed form."""
 
-    def __init__(self, config: DrafterConfig, hooks: TargetHooks) -> None:
+    def __init__(self, config: FeatureConfig, hooks: TargetHooks) -> None:
         super().__init__(config, hooks)
         self.packed: PackedDrafter | None = None
         """For serving only; training always runs on torch."""
-        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def pack(self, kernels: Kernels) -> PackedDrafter | None:
@@ -43,21 +41,8 @@ class PackingDrafter(Drafter):
 
     def forget(self) -> None:
         """Drop what was made from the weights, because they change."""
+        super().forget()
         self.packed = None
-
-    def train(self, mode: bool = True) -> Self:
-        """As usual."""
-        if mode:
-            self.forget()
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.forget()
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "packed": None}
-
-
-def _forget(drafter: PackingDrafter, _keys: object) -> None:
-    drafter.forget()

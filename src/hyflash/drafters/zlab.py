@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hyflash.core import TargetInfo
-from hyflash.drafters.block_config import DFlashConfig, tap_rule
+from hyflash.drafters.block_config import DFlashConfig
+from hyflash.drafters.feature_config import tap_rule
 from hyflash.errors import UserError
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
