@@ -256,6 +256,14 @@ def test_each_part_of_a_composition_is_examined(pair: Pair, tmp_path: Path) -> N
     assert all(part.healthy for part in parts), [part.checks for part in parts]
 
 
+def test_memory_is_reported_as_far_as_the_target_goes(pair: Pair) -> None:
+    (found,) = examine(pair.target, pair.tokenizer, "lookup", name="tiny")
+    assert [one.context for one in found.memory] == [1000, 8000, 32_000, 128_000]
+    for one in found.memory:
+        assert (one.measured_bytes is None) == (one.context > min(8000, pair.target.info.max_context))
+    assert found.as_dict()["memory"][0]["computed_bytes"] == found.memory[0].computed_bytes > 0
+
+
 def test_checkpoint_that_does_not_load_is_a_finding_not_a_crash(pair: Pair, tmp_path: Path) -> None:
     checkpoint.save(pair.drafter, tmp_path / "mine", card=pair.card, dtype="fp32")
     weights = tmp_path / "mine" / "model.safetensors"

@@ -11,7 +11,7 @@ from drafting import tiny_drafter
 from families import family_dir
 from hyflash import drafters
 from hyflash.bench import footprint
-from hyflash.bench.footprint import Footprint, computed, footprints, measured
+from hyflash.bench.footprint import Footprint, footprints
 from hyflash.cli import report
 from hyflash.targets import hf
 
@@ -23,30 +23,30 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> hf.HFTarget:
     return hf.load(str(family_dir(tmp_path_factory.mktemp("target"), "llama")))
 
 
-@pytest.mark.parametrize("name", [*drafters.names(), "+".join(drafters.names())])
-def test_bytes_found_after_a_text_are_those_computed(name: str, target: hf.HFTarget) -> None:
-    drafter = tiny_drafter(name, target.hooks())
-    for context in (2, 31, 64):
-        assert measured(target, drafter, context) == computed(drafter, context), context
+def test_bytes_found_after_a_text_are_those_computed_for_every_drafter(target: hf.HFTarget) -> None:
+    names = [*drafters.names(), "+".join(drafters.names())]
+    made = [tiny_drafter(name, target.hooks()) for name in names]
+    for name, found in zip(names, footprints(made, target, (1, 31, 64)), strict=True):
+        for one in found:
+            assert one.measured_bytes == one.computed_bytes, (name, one.context)
 
 
 def test_what_is_too_long_for_target_drafter_or_patience_is_computed_only(
     target: hf.HFTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = tiny_drafter("dflash", target.hooks())
-    limit = target.info.max_context
+    drafter, limit = tiny_drafter("dflash", target.hooks()), target.info.max_context
     per_token = drafter.cost(1).kv_bytes_per_token
     assert per_token > 0
-    found = footprints(drafter, target, (16, limit, 10 * limit))
-    assert [one.computed_bytes - found[0].computed_bytes for one in found] == [
-        per_token * (context - 16) for context in (16, limit, 10 * limit)
-    ]
-    assert [one.measured_bytes is None for one in found] == [False, True, True]
-    monkeypatch.setattr(footprint, "MEASURED_UP_TO", 15)
-    assert measured(target, drafter, 16) is None
-    drafter.max_positions = 12
-    assert measured(target, drafter, 13) is None
-    assert measured(target, drafter, 12) is not None
+    contexts = (16, limit, limit + 1)
+    found = footprints([drafter], target, contexts)[0]
+    assert [one.computed_bytes - found[0].computed_bytes for one in found] == [per_token * (c - 16) for c in contexts]
+    assert [one.measured_bytes is None for one in found] == [False, False, True]
+    monkeypatch.setattr(footprint, "MEASURED_UP_TO", limit - 1)
+    short = tiny_drafter("dflash", target.hooks())
+    short.max_positions = 12
+    pair = footprints([drafter, short], target, (12, 13, limit))
+    assert [[one.measured_bytes is None for one in own] for own in pair] == [[False, False, True], [False, True, True]]
+    assert footprints([], target) == []
 
 
 def test_a_report_says_what_was_found_and_what_only_computed() -> None:

@@ -90,7 +90,7 @@ def examine(target: Target, tokenizer: Tokenizer, spec: str, *, name: str) -> li
 
     Raises HyflashError when the target itself fails, UserError when it cannot take the probe's prompts.
     """
-    out = []
+    out, loaded = [], list[tuple[Diagnosis, Drafter]]()
     answers: list[Result] = []
     for part in hub.drafter_parts(spec):
         diagnosis = Diagnosis(target=name, drafter=part)
@@ -99,6 +99,8 @@ def examine(target: Target, tokenizer: Tokenizer, spec: str, *, name: str) -> li
         if drafter is not None:
             answers = answers or probe_answers(target, tokenizer)
             diagnose(diagnosis, drafter, target, card=_card(part), answers=answers)
+            loaded.append((diagnosis, drafter))
+    _check_memory(loaded, target)
     return out
 
 
@@ -110,7 +112,6 @@ def diagnose(
     _check_weights(diagnosis, drafter)
     _check_card(diagnosis, drafter, target, card)
     _probe(diagnosis, drafter, target, card, answers)
-    _check_memory(diagnosis, drafter, target)
 
 
 # ------------------------------------------------------------------------------------- static checks
@@ -238,17 +239,17 @@ def _check_card(diagnosis: Diagnosis, drafter: Drafter, target: Target, card: di
             diagnosis.add("rope", "fail" if altered else "warn", message)
 
 
-def _check_memory(diagnosis: Diagnosis, drafter: Drafter, target: Target) -> None:
-    diagnosis.memory = footprints(drafter, target)
-    wrong = [one for one in diagnosis.memory if one.measured_bytes not in (None, one.computed_bytes)]
-    if wrong:
-        one = wrong[0]
-        message = f"{one.measured_bytes} bytes found after {one.context} tokens, {one.computed_bytes} computed"
-        diagnosis.add("memory", "warn", message)
-    else:
-        found = [f"{one.context:,}" for one in diagnosis.memory if one.measured_bytes is not None]
-        said = f"bytes found after {' and '.join(found)} tokens are those computed" if found else "not measured"
-        diagnosis.add("memory", "ok", said)
+def _check_memory(loaded: Sequence[tuple[Diagnosis, Drafter]], target: Target) -> None:
+    all_bytes = footprints([drafter for _, drafter in loaded], target)
+    for (diagnosis, _), own in zip(loaded, all_bytes, strict=True):
+        diagnosis.memory = own
+        wrong = next((one for one in own if one.measured_bytes not in (None, one.computed_bytes)), None)
+        held = [f"{one.context:,}" for one in own if one.measured_bytes is not None]
+        if wrong is not None:
+            found_bytes = f"{wrong.measured_bytes} bytes found after {wrong.context:,} tokens"
+            diagnosis.add("memory", "warn", f"{found_bytes}, {wrong.computed_bytes} computed")
+        elif held:
+            diagnosis.add("memory", "ok", f"bytes found after {' and '.join(held)} tokens are those computed")
 
 
 # ---------------------------------------------------------------------------------------------- probe

@@ -1,25 +1,26 @@
 """What a drafter's memory of one text takes: as its arithmetic has it, and as it is found after a real text.
 
-In: a drafter, and its target where bytes are to be found too. Out: bytes at a few contexts. The arithmetic is that of
-`Drafter.cost`; the finding is what `State.nbytes` says at the end of a request of that length.
+In: drafters, and their target where bytes are to be found too. Out: bytes at a few contexts. The arithmetic is that of
+`Drafter.cost`; the finding is what `State.nbytes` says once so many tokens, read by the target, were committed.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hyflash.core import Request, SamplingParams
+import torch
+
+from hyflash.core import Commit, Rows
 from hyflash.drafters.base import Drafter
-from hyflash.engine.decode import Engine
-from hyflash.engine.length import FixedLength
-from hyflash.errors import HyflashError
+from hyflash.engine.target_kv import RowKV
 from hyflash.targets.base import Target
 
 CONTEXTS = (1000, 8000, 32_000, 128_000)
 MEASURED_UP_TO = 8000
 """Longer texts take minutes to read."""
+PIECE = 500
+"""Tokens of a forward and a commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,28 +39,40 @@ def computed(drafter: Drafter, context: int) -> int:
     return cost.state_bytes + context * cost.kv_bytes_per_token
 
 
-def measured(target: Target, drafter: Drafter, context: int) -> int | None:
-    """Bytes found after a text of random tokens; None where target or drafter does not go so far, or reading it takes
-    too long. Raises HyflashError where the target fails."""
-    fits = context < target.info.max_context and context <= (drafter.max_positions or context)
-    if not fits or context > MEASURED_UP_TO:
-        return None
-    rng = random.Random(0)
-    prompt = tuple(rng.randrange(target.info.vocab_size) for _ in range(context - 1))
-    params = SamplingParams(max_tokens=2, ignore_eos=True)  # of which the second is never committed
-    result = Engine(target, drafter, policy=FixedLength(1)).generate([Request(prompt_ids=prompt, params=params)])[0]
-    if result.error is not None:
-        raise HyflashError(f"the run stopped: {result.error}")
-    return result.draft_state_bytes
-
-
-def footprints(drafter: Drafter, target: Target, contexts: Sequence[int] = CONTEXTS) -> list[Footprint]:
-    """Bytes at each context."""
+def footprints(
+    drafters: Sequence[Drafter], target: Target, contexts: Sequence[int] = CONTEXTS
+) -> list[list[Footprint]]:
+    """Bytes of each drafter at each context, ascending; found ones from one reading of random tokens for all, as far as
+    target and drafter go and patience lasts."""
+    found = _measured(drafters, target, [c for c in contexts if c <= min(MEASURED_UP_TO, target.info.max_context)])
     return [
-        Footprint(
-            context=context,
-            computed_bytes=computed(drafter, context),
-            measured_bytes=measured(target, drafter, context),
-        )
-        for context in contexts
+        [Footprint(context=c, computed_bytes=computed(drafter, c), measured_bytes=own.get(c)) for c in contexts]
+        for drafter, own in zip(drafters, found, strict=True)
     ]
+
+
+@torch.no_grad()
+def _measured(drafters: Sequence[Drafter], target: Target, contexts: Sequence[int]) -> list[dict[int, int]]:
+    """By context, where the drafter goes so far."""
+    taps = tuple(sorted({tap for drafter in drafters for tap in drafter.target_layer_ids}))
+    states = [drafter.new_state(1) for drafter in drafters]
+    found: list[dict[int, int]] = [{} for _ in drafters]
+    seq, kv, done = target.open(), RowKV(target), 0
+    kv.seqs[0] = seq
+    generator = torch.Generator().manual_seed(0)
+    for context in contexts:
+        while done < context:
+            tokens = torch.randint(target.info.vocab_size, (min(PIECE, context - done),), generator=generator)
+            rows = Rows(tokens=tokens, seqs=(seq,), lengths=(len(tokens),), taps=taps, logits="none")
+            features = target.forward(rows).features
+            done += len(tokens)
+            for drafter, state in zip(drafters, states, strict=True):
+                if done <= (drafter.max_positions or done):
+                    own = [taps.index(tap) for tap in drafter.target_layer_ids]
+                    picked = features[None, :, own] if features is not None and own else None
+                    drafter.commit(state, Commit(rows=[0], tokens=[tokens.tolist()], features=picked, kv=kv))
+        for drafter, state, own_found in zip(drafters, states, found, strict=True):
+            if context <= (drafter.max_positions or context):
+                own_found[context] = state.nbytes(0)
+    target.close(seq)
+    return found
