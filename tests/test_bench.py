@@ -37,6 +37,8 @@ ROW_FIELDS = {
     "tokens_per_sec",
     "speedup",
     "draft_ms_per_round",
+    "commit_ms_per_round",
+    "computed_bytes",
     "verify_ms_per_round",
     "ttft_sec",
     "state_bytes",
@@ -169,6 +171,7 @@ def test_rounds_are_split_into_drafting_and_verifying(target: HFTarget, monkeypa
     )
     # The clock is read once each round between proposal and forward, between forward and verdict, around the commit.
     assert row.draft_ms_per_round == pytest.approx(2.0)
+    assert row.commit_ms_per_round == pytest.approx(1.0)
     assert row.verify_ms_per_round == pytest.approx(1.0)
 
 

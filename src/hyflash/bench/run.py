@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]
 """Called with (answers done, answers in all, what runs now)."""
 
 WARM_UP_TOKENS = 16
-_PARTS = ("draft_ns", "verify_ns")
+_PARTS = ("draft_ns", "commit_ns", "verify_ns")
 REPLAY_TOKENS = 16384
 """Features of at most about this many tokens are held at once."""
 
@@ -72,6 +72,8 @@ class Row:
     speedup: Spread | None
     draft_ms_per_round: float | None
     """Proposing and committing, mean over rounds."""
+    commit_ms_per_round: float | None
+    """Committing alone."""
     verify_ms_per_round: float | None
     """Forwards of the target, mean over rounds."""
     ttft_sec: float | None
@@ -239,6 +241,7 @@ def as_dict(row: Row) -> dict[str, Any]:
         "speedup_p10": row.speedup.p10 if row.speedup else None,
         "speedup_p90": row.speedup.p90 if row.speedup else None,
         "draft_ms_per_round": row.draft_ms_per_round,
+        "commit_ms_per_round": row.commit_ms_per_round,
         "verify_ms_per_round": row.verify_ms_per_round,
         "ttft_sec": row.ttft_sec,
         "plain_ttft_sec": row.plain_ttft_sec,
@@ -324,6 +327,7 @@ def _row(
         plain_tokens_per_sec=_spread(plain_speeds) if plain_speeds else None,
         speedup=_spread([a / b for a, b in zip(speeds, plain_speeds, strict=True) if b > 0]) if is_timed else None,
         draft_ms_per_round=None,
+        commit_ms_per_round=None,
         verify_ms_per_round=None,
         ttft_sec=quantile([r.ttft_sec for r in results], 0.5) if plains is not None else None,
         plain_ttft_sec=quantile([r.ttft_sec for r in plains], 0.5) if plains is not None else None,
@@ -337,8 +341,9 @@ def _row(
 
 def _with_parts(row: Row, engine: Engine) -> Row:
     """The row with what the engine's counters say of the parts of a round."""
-    draft, verify = (engine.counters[part] / 1e6 / max(1, row.acceptance.num_rounds) for part in _PARTS)
-    return replace(row, draft_ms_per_round=draft, verify_ms_per_round=verify)
+    rounds = max(1, row.acceptance.num_rounds)
+    draft, commit, verify = (engine.counters[part] / 1e6 / rounds for part in _PARTS)
+    return replace(row, draft_ms_per_round=draft, commit_ms_per_round=commit, verify_ms_per_round=verify)
 
 
 def _spread(values: Sequence[float]) -> Spread | None:

@@ -267,8 +267,10 @@ class Engine:
             self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
         else:
             self._commit_later(running, kept, out.features, rows.lengths)
-        draft_sec = drafted - began + time.perf_counter() - ready
+        commit_sec = time.perf_counter() - ready
+        draft_sec = drafted - began + commit_sec
         self.counters["draft_ns"] += round(1e9 * draft_sec)
+        self.counters["commit_ns"] += round(1e9 * commit_sec)
         self.counters["verify_ns"] += round(1e9 * (verified - drafted))
         self.policy.observe_times(
             draft_sec=draft_sec if asked else 0.0,

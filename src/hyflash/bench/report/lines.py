@@ -79,6 +79,7 @@ class BenchRow(_Fields):
     speedup_p10: float | None
     speedup_p90: float | None
     draft_ms_per_round: float | None = None
+    commit_ms_per_round: float | None = None
     verify_ms_per_round: float | None = None
     ttft_sec: float | None
     plain_ttft_sec: float | None
