@@ -1,22 +1,21 @@
-"""Write prompts of chosen lengths for the long-context study:
-`python recipes/long_prompts.py DATA_DIR ANSWERS.jsonl OUT_DIR [TARGET [CONTEXT ...]]`.
+"""Prompts of chosen lengths for the long-context study: `python recipes/long_prompts.py DATA_DIR ANSWERS OUT_DIR`.
 
 In: a folder with qmsum, nq_docs, kv_retrieval, gutenberg and speeches as their authors publish them; answers of the
 target to short prompts, for the earlier turns of chats; the target, for its tokenizer. Out: `train.jsonl`, lengths
-spread evenly in octaves from 512 to 6144 tokens, and `test.jsonl`, PER_CELL prompts for each kind and context, each
-with ROOM tokens left for the answer. Domains are `KIND` in training and `KIND-CONTEXT` in the test; a document stands
-in one of the two files.
+spread evenly in octaves from 512 to 6144 tokens, and `test.jsonl`, some prompts for each kind and context with tokens
+left for the answer (a kind may have none that are short enough). Domains are `KIND` in training and `KIND-CONTEXT` in
+the test; a document stands in one of the two files.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import gzip
 import hashlib
 import io
 import json
 import random
-import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,9 +27,6 @@ from hyflash.text import Tokenizer
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
 """Prompt and answer together, in tokens."""
-ROOM = 192
-"""Tokens of a context that are left for the answer."""
-PER_KIND, PER_CELL = 100, 8
 SHORTEST, LONGEST = 512, 6144
 """Prompts of the training set, in tokens."""
 
@@ -76,7 +72,8 @@ class Sources:
     def documents(self, rng: random.Random, size: int) -> Messages:
         """A question with as many passages as fit, among them the one that answers it."""
         rows = [json.loads(line) for line in rng.sample(self._passages, min(len(self._passages), 2 + size // 60))]
-        passages, room = [], size
+        passages: list[str] = []
+        room = size
         for row in rows:
             passage = f"Title: {row['ctxs'][0]['title']}\n{row['ctxs'][0]['text']}"
             room -= len(self.tokenizer.encode(passage)) + 8
@@ -163,25 +160,41 @@ def sized(make: Maker, tokenizer: Tokenizer, rng: random.Random, size: int) -> M
     return None
 
 
-def main(data: Path, answers: Path, out: Path, target: str, contexts: tuple[int, ...]) -> None:
+def arguments() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="folder of public data")
+    parser.add_argument("answers", type=Path, help="answers of `hyflash data regenerate` to short prompts")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("-t", "--target", default=hub.DEFAULT_TARGET)
+    parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS, help="of the test, in tokens")
+    parser.add_argument("--room", type=int, default=192, help="tokens of a context that are left for the answer")
+    parser.add_argument("--per-kind", type=int, default=100, help="training prompts of each kind")
+    parser.add_argument("--per-cell", type=int, default=8, help="test prompts of each kind and context")
+    return parser.parse_args()
+
+
+def main() -> None:
     """Write both files."""
-    tokenizer = Tokenizer.from_dir(hub.tokenizer_dir(hub.find_target(target)))
-    out.mkdir(parents=True, exist_ok=True)
-    for name, is_test in (("train", False), ("test", True)):
-        sources = Sources(data, answers, tokenizer, is_test=is_test)
+    options = arguments()
+    tokenizer = Tokenizer.from_dir(hub.tokenizer_dir(hub.find_target(options.target)))
+    options.out.mkdir(parents=True, exist_ok=True)
+    test = [(f"-{c}", c - options.room) for c in options.contexts for _ in range(options.per_cell)]
+    octaves = (LONGEST / SHORTEST) ** (1 / max(1, options.per_kind - 1))
+    train = [("", round(SHORTEST * octaves**i)) for i in range(options.per_kind)]
+    for name, sizes in (("train", train), ("test", test)):
+        sources = Sources(options.data, options.answers, tokenizer, is_test=name == "test")
         rows: list[dict[str, Any]] = []
         for kind, make in sources.makers().items():
             rng = random.Random(f"{name} {kind}")
-            lengths = [c for c in contexts for _ in range(PER_CELL)] if is_test else []
-            octaves = (LONGEST / SHORTEST) ** (1 / (PER_KIND - 1))
-            for size in lengths or [round(SHORTEST * octaves**i) for i in range(PER_KIND)]:
-                messages = sized(make, tokenizer, rng, size - ROOM if is_test else size)
+            for ending, size in sizes:
+                messages = sized(make, tokenizer, rng, size)
                 if messages is not None:
-                    rows.append({"messages": messages, "domain": f"{kind}-{size}" if is_test else kind})
+                    rows.append({"messages": messages, "domain": kind + ending})
         random.Random(0).shuffle(rows)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (out / f"{name}.jsonl").write_text(text, encoding="utf-8")
-        print(f"{len(rows)} prompts -> {out / f'{name}.jsonl'}")  # noqa: T201
+        (options.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{len(rows)} prompts -> {options.out / f'{name}.jsonl'}")  # noqa: T201
 
 
 def _user(text: str) -> Messages:
@@ -226,7 +239,4 @@ def _parsed(text: str) -> ast.Module:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
-        sys.exit(__doc__)
-    chosen = tuple(map(int, sys.argv[5:])) or CONTEXTS
-    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), (sys.argv[4:] or ["smollm2-135m"])[0], chosen)
+    main()

@@ -39,6 +39,8 @@ ROW_FIELDS = {
     "draft_ms_per_round",
     "commit_ms_per_round",
     "computed_bytes",
+    "committed_by_prompt",
+    "rounds_by_prompt",
     "verify_ms_per_round",
     "ttft_sec",
     "state_bytes",

@@ -126,8 +126,14 @@ def bootstrap_interval(
 
     Raises UserError without any round.
     """
-    counts = [_counts(r) for r in results]
-    return _bootstrap(len(counts), lambda picks: _pooled(counts, picks), seed, level, num_samples)
+    return counts_interval([counts(r) for r in results], seed=seed, level=level, num_samples=num_samples)
+
+
+def counts_interval(
+    of_prompts: Sequence[tuple[int, int]], *, seed: int = 0, level: float = 0.95, num_samples: int = 2000
+) -> Interval:
+    """As `bootstrap_interval`, from (committed tokens, rounds) of each prompt."""
+    return _bootstrap(len(of_prompts), lambda picks: _pooled(of_prompts, picks), seed, level, num_samples)
 
 
 def difference_interval(
@@ -142,7 +148,19 @@ def difference_interval(
             f"cannot compare {len(a)} with {len(b)} results: expected the same prompts in the same order; "
             "run both drafters on one prompt file."
         )
-    left, right = [_counts(r) for r in a], [_counts(r) for r in b]
+    left, right = [counts(r) for r in a], [counts(r) for r in b]
+    return counts_difference(left, right, seed=seed, level=level, num_samples=num_samples)
+
+
+def counts_difference(
+    left: Sequence[tuple[int, int]],
+    right: Sequence[tuple[int, int]],
+    *,
+    seed: int = 0,
+    level: float = 0.95,
+    num_samples: int = 2000,
+) -> Interval:
+    """As `difference_interval`, from (committed tokens, rounds) of each prompt, the same prompts in the same order."""
     return _bootstrap(len(left), lambda picks: _pooled(left, picks) - _pooled(right, picks), seed, level, num_samples)
 
 
@@ -160,7 +178,8 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
 
 
-def _counts(result: Result) -> tuple[int, int]:
+def counts(result: Result) -> tuple[int, int]:
+    """Committed tokens and rounds."""
     return sum(r.num_committed for r in result.rounds), len(result.rounds)
 
 

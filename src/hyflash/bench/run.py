@@ -24,7 +24,7 @@ from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.engine.replay import measure, record
 from hyflash.errors import HyflashError
-from hyflash.metrics import Acceptance, Interval, bootstrap_interval, difference_interval, quantile, summarize
+from hyflash.metrics import Acceptance, Interval, bootstrap_interval, counts, difference_interval, quantile, summarize
 from hyflash.targets.base import Target
 
 Progress = Callable[[int, int, str], None]
@@ -252,6 +252,8 @@ def as_dict(row: Row) -> dict[str, Any]:
         "exact": row.exact,
         "forks": [asdict(fork) for fork in row.forks],
         "prompts_sha256": row.workload.sha256,
+        "committed_by_prompt": [counts(result)[0] for result in row.results],
+        "rounds_by_prompt": [counts(result)[1] for result in row.results],
     }
 
 
