@@ -33,6 +33,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash2-memory": ("dflash2", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32}),
     "dcoco": ("dcoco", {}),
     "dcoco-memory": ("dcoco", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32, "start": "ridge"}),
+    "eagle": ("eagle", {}),
+    "eagle-window": ("eagle", {"window": 8, "draft_vocab_size": 32, "tap_norm": False, "norm_output": False}),
+    "eagle-own-head": ("eagle", {"own_head": True, "draft_vocab_size": 32, "loss": "ce"}),
     "lookup+hyflash": ("lookup+hyflash", {}),
 }
 """Every kind of drafter there is: name -> what `tiny_drafter` builds."""

@@ -94,3 +94,60 @@ def dspark_drafts(
         stated.append(float((seen + weights["confidence_head.proj.bias"][0]).sigmoid()))
         tokens.append(int((hooks.head(h) + latent @ w2.T).argmax()))
     return tokens[1:], stated
+
+
+def eagle_drafts(
+    hooks: TargetHooks, config: dict[str, Any], weights: dict[str, Tensor], batch: Any, anchor: int, *, num: int
+) -> tuple[list[int], list[float]]:
+    """Tokens of EAGLE-3's own code, greedily, and their probabilities, from tokens 0..anchor and features before it.
+
+    Every step runs the whole sequence of pairs again: (feature t, token t + 1), the first token is dropped. `weights`
+    have speculators' names, `config` is flat.
+    """
+    flag, dim, width = config.get, config["hidden_size"], config["head_dim"]
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        module = Qwen3RMSNorm(x.shape[-1], eps=config["rms_norm_eps"])
+        module.weight.data = weights[f"{name}.weight"]
+        return module(x).detach()
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
+
+    def attend(x: Tensor) -> Tensor:
+        count = len(x)
+        angles = torch.arange(count)[:, None] * config["rope_theta"] ** (-torch.arange(0, width, 2) / width)
+        cos, sin = (torch.cat((f(angles),) * 2, dim=-1)[None] for f in (torch.cos, torch.sin))
+        q, k, v = (
+            linear(f"layers.0.self_attn.{p}_proj", x).view(count, -1, width).transpose(0, 1) for p in ("q", "k", "v")
+        )
+        if flag("model_type") == "qwen3":
+            q, k = norm("layers.0.self_attn.q_norm", q), norm("layers.0.self_attn.k_norm", k)
+        q, k = hf_rotate(q[None], k[None], cos, sin)
+        ago = torch.arange(count)[:, None] - torch.arange(count)
+        mask = (ago >= 0) & (ago < (flag("sliding_window") or count))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v[None], attn_mask=mask, enable_gqa=True)
+        return linear("layers.0.self_attn.o_proj", mixed[0].transpose(0, 1).reshape(count, -1))
+
+    taps = batch.features[0, :anchor].flatten(1)
+    if flag("norm_before_fc"):
+        taps = norm("input_norm", taps)
+    if flag("fc_norm"):
+        taps = torch.cat([norm(f"fc_norm.{i}", tap) for i, tap in enumerate(taps.split(dim, dim=1))], dim=1)
+    hidden, tokens = linear("fc", taps), batch.tokens[0, 1 : anchor + 1].tolist()
+    listed = torch.arange(len(weights["lm_head.weight"])) + weights.get("d2t", torch.zeros((), dtype=torch.int64))
+    drafts: list[int] = []
+    stated: list[float] = []
+    for _ in range(num):
+        normed = norm("layers.0.hidden_norm", hidden)
+        embeds = norm("layers.0.input_layernorm", hooks.embed(torch.tensor(tokens)))
+        x = (normed if flag("norm_before_residual") else hidden) + attend(torch.cat((embeds, normed), dim=1))
+        h = norm("layers.0.post_attention_layernorm", x)
+        gate = torch.nn.functional.silu(linear("layers.0.mlp.gate_proj", h))
+        x = (x + linear("layers.0.mlp.down_proj", gate * linear("layers.0.mlp.up_proj", h)))[-1:]
+        out = norm("norm", x)
+        probs = linear("lm_head", out)[0].softmax(-1)
+        drafts.append(int(listed[probs.argmax()]))
+        stated.append(float(probs.max()))
+        hidden, tokens = torch.cat((hidden, out if flag("norm_output") else x)), [*tokens, drafts[-1]]
+    return drafts, stated

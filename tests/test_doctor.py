@@ -18,6 +18,8 @@ from hyflash.doctor import Diagnosis, diagnose, examine, odd_scales, probe_answe
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.dflash import DFlashConfig
 from hyflash.drafters.dflash import DrafterImpl as DFlash
+from hyflash.drafters.eagle import DrafterImpl as Eagle
+from hyflash.drafters.eagle import EagleConfig
 from hyflash.engine.replay import measure, record
 from hyflash.errors import UserError
 from hyflash.metrics import summarize
@@ -173,6 +175,14 @@ def test_other_rotary_base_is_named(pair: Pair) -> None:
     assert status(found, "rope") in ("warn", "fail")
     assert not found.healthy
     assert "rotary base" in str(found.likely_cause)
+
+
+def test_a_drafter_without_slots_is_held_to_its_card_as_well(pair: Pair) -> None:
+    config = EagleConfig(num_draft_tokens=2, loss="ce", rope_theta=3.0)
+    found = pair.look(Eagle(config, pair.target.hooks()).eval(), {**pair.card, "target_layer_ids": [0, 2]})
+    assert status(found, "card taps") == "fail"
+    assert status(found, "rope") == "warn"
+    assert "mask" not in {check.name for check in found.checks}
 
 
 def test_wrong_mask_token_is_named(pair: Pair) -> None:

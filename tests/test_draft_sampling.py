@@ -501,6 +501,8 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark": ("dspark", {"markov": "rnn"}),
     "dels": ("dels", {}),
     "dflash2": ("dflash2", {"selector_top_k": 16}),
+    "eagle": ("eagle", {"draft_vocab_size": 32}),
+    "eagle-own-head": ("eagle", {"own_head": True, "draft_vocab_size": 32}),
     "dcoco": ("dcoco", {"draft_vocab_size": 32, "selector_top_k": 16}),
 }
 

@@ -69,3 +69,13 @@ def test_the_best_dspark_is_calibrated_and_its_card_says_how_well(shards: Path, 
     assert temperature.shape == (3,)
     assert (temperature != 1).any()
     assert "overlap" in " ".join(chosen)
+
+
+def test_an_eagle_learns_a_head_of_its_own_over_the_counted_tokens(shards: Path, tmp_path: Path) -> None:
+    eagle = {"name": "eagle", "num_draft_tokens": 3, "num_taps": 2, "own_head": True, "draft_vocab_size": 12}
+    best = go(recipe(shards, eagle, steps=12, held_out=3, eval_every=12, eval_at_start=True), tmp_path)
+    first, last = (float(record["loss"]) for record in records(tmp_path, "eval"))
+    assert last < first
+    tensors = load_file(best / "model.safetensors")
+    assert tensors["lm_head.weight"].shape[0] == len(tensors["draft_ids"]) == 12
+    assert tensors["draft_ids"].tolist() != list(range(12))

@@ -10,23 +10,27 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hyflash import drafters, hub
 from hyflash.core import TargetHooks, TargetInfo
-from hyflash.drafters import zlab, zlab_heads
+from hyflash.drafters import eagle_layouts, zlab, zlab_heads
 from hyflash.drafters.base import Drafter
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.compose import Composite
 from hyflash.errors import NonFiniteError, UserError, nearest
 
 CONFIG, WEIGHTS, CARD, INDEX = "config.json", "model.safetensors", "card.json", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+"""SafeAILab's own drafters come so; it is read as tensors alone, never as code."""
 ARCHITECTURE = "HyFlashDraftModel"
 FORMAT = 1
 _HALF_LIMIT = 65504.0
@@ -95,7 +99,7 @@ def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
     path = hub.user_path(directory)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     if "hyflash" not in config:
-        zlab_heads.read_config(config, info, where=str(path / CONFIG))
+        _foreign(config, info, path)
         return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
     facts = _target_facts(config["hyflash"], info, path)
     if made_for(facts, info):
@@ -182,7 +186,7 @@ def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafte
     if "hyflash" in config:
         own, values = _own_block(config["hyflash"], hooks.info, path)
     else:
-        own, values = zlab_heads.read_config(config, hooks.info, where=where)
+        own, values = _foreign(config, hooks.info, path)
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
@@ -263,13 +267,22 @@ def _target_facts(block: Any, info: TargetInfo, path: Path) -> Mapping[str, Any]
     return facts
 
 
+def _foreign(config: Mapping[str, Any], info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
+    """Method and options of a checkpoint in somebody else's format."""
+    if eagle_layouts.knows(config):
+        return eagle_layouts.read_config(config, info, where=str(path / CONFIG))
+    return zlab_heads.read_config(config, info, where=str(path / CONFIG))
+
+
 def _refuse_side_files(path: Path) -> None:
     if (path / "mask_embedding.pt").exists():
         raise UserError(f"{path / 'mask_embedding.pt'}: a mask vector of its own, which we cannot honour.")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards its index names."""
+    """All tensors of model.safetensors, of the shards its index names, or of a pickled file where neither is there."""
+    if not (path / WEIGHTS).exists() and not (path / INDEX).exists() and (path / PICKLED).exists():
+        return _read_pickled(path / PICKLED)
     files = [WEIGHTS]
     if not (path / WEIGHTS).exists() and (path / INDEX).exists():
         shards = _read_json(path / INDEX, "expected the index of the shards").get("weight_map")
@@ -287,9 +300,20 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     return out
 
 
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as err:
+        raise UserError(f"{file}: is damaged, or holds more than tensors ({err}); copy it again.") from err
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"{file}: holds something else than named tensors; expected a drafter's weights.")
+    return found
+
+
 def _weights_for(drafter: Drafter, path: Path) -> Mapping[str, Tensor]:
     """A checkpoint's tensors under the drafter's own names."""
-    weights = zlab_heads.without_copies(_read_weights(path), drafter.hooks, where=str(path))
+    own = drafter.state_dict().keys()
+    weights = zlab_heads.without_copies(_read_weights(path), drafter.hooks, where=str(path), own=own)
     return drafter.import_weights(weights, drafter.config)
 
 

@@ -16,6 +16,8 @@ _NOT_METHODS = {
     "confidence",
     "context",
     "convolution",
+    "eagle_layer",
+    "eagle_layouts",
     "evidence",
     "feature_config",
     "feature_drafter",

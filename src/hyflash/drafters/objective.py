@@ -6,7 +6,7 @@ With a reduced vocabulary the loss sees its static list and the batch's labels, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -70,6 +70,43 @@ def block_loss(
     weights = row_weights(rows, mask, batch, config)
     metrics |= hit_metrics(rows.correct, mask)
     return LossTerms(numerator=(loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
+
+
+def own_head_loss(
+    out: DraftOutput,
+    batch: TrainBatch,
+    *,
+    config: FeatureConfig,
+    hooks: TargetHooks,
+    reduced: Reduced | None,
+    target: Tensor | None,
+    weight: Tensor,
+) -> LossTerms:
+    """As `block_loss`, of a head of the drafter's own: rows `weight` (M, D) of the static ids, or of all tokens.
+
+    Labels that it does not list count as wrong and weigh nothing; the target's distribution is over the same ids.
+    """
+    mask, columns = out.mask, out.labels[out.mask]
+    head: Head = partial(full_head, hooks)
+    if reduced is not None:
+        rows, ids = reduced
+        places = torch.full((hooks.info.vocab_size,), -1, device=ids.device)
+        places[ids] = torch.arange(len(ids), device=ids.device)
+        columns, own = places[columns], rows(ids)
+        head = partial(head_logits, weight=own[0], bias=own[1])
+    listed = columns >= 0
+    found = head_losses(
+        out.hidden[mask],
+        columns.clamp(min=0),
+        head=head,
+        kind=config.loss,
+        target_hidden=None if target is None else target[mask],
+        addition=Addition(latent=out.hidden[mask], table=weight, alone=True),
+    )
+    found = replace(found, prob=found.prob * listed, correct=found.correct & listed)
+    weights = row_weights(found, mask, batch, config) * listed
+    metrics = hit_metrics(found.correct, mask)
+    return LossTerms(numerator=(found.loss * weights).sum(), denominator=weights.sum(), metrics=metrics)
 
 
 def _with_confidence(

@@ -6,7 +6,7 @@ here; the rest is read as a DFlash (`zlab.py`), which refuses whatever it does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -71,15 +71,18 @@ def own_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def without_copies(weights: Mapping[str, Tensor], hooks: TargetHooks, *, where: str) -> dict[str, Tensor]:
+def without_copies(
+    weights: Mapping[str, Tensor], hooks: TargetHooks, *, where: str, own: Collection[str] = ()
+) -> dict[str, Tensor]:
     """The tensors without copies of the target's embedding and head, which DeepSpec ships.
 
+    Of the names in `own` the drafter has tensors itself, and they stay.
     Raises UserError for a copy that is not the target's: drafts would come from other words.
     """
     out = dict(weights)
     ids = torch.linspace(0, hooks.info.vocab_size - 1, min(COPY_ROWS, hooks.info.vocab_size)).long()
     for name, rows in (("embed_tokens.weight", hooks.embed), ("lm_head.weight", hooks.head_rows)):
-        for key in (name, f"model.{name}"):
+        for key in () if name in own else (name, f"model.{name}"):
             copy = out.pop(key, None)
             if copy is None:
                 continue

@@ -38,6 +38,8 @@ class Addition:
     table: Tensor  # (V, R), rows in the order of the head's logits
     base_share: float = 0.0
     """Share of the loss, 0 to 1, that is of the logits without the addition."""
+    alone: bool = False
+    """It takes the place of the head's logits: a head of the drafter's own; the other is the target's only."""
 
 
 def chunk_loss(
@@ -137,8 +139,9 @@ def _added_losses(
     share = addition.base_share
 
     def chunk(rows: Tensor, latent: Tensor, table: Tensor, part: slice) -> tuple[Tensor, ...]:
-        base = head(rows).float()
-        logits = base + (latent @ table.T).float()
+        added = (latent @ table.T).float()
+        base = torch.zeros_like(added) if addition.alone else head(rows).float()
+        logits = base + added
         with torch.no_grad():
             target_logits = None if target_hidden is None else head(target_hidden[part]).float()
         loss, ce, overlap = chunk_loss(logits, labels[part], target_logits, kind)
