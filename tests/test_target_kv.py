@@ -232,7 +232,7 @@ class Sometimes(LengthPolicy):
 
 
 PROMPTS = [text(n, seed=n).tolist() for n in (1, 9, 30, 4)]
-GREEDY = SamplingParams(max_tokens=14, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 
 
 def requests() -> list[Request]:

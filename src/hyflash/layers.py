@@ -83,6 +83,7 @@ class LayerContext:
     sin: Tensor
     causal: bool
     memory: Callable[[Tensor], Tensor] | None = None  # normed slots (B, A, Q, D) -> addition (B, A, Q, D)
+    summary: tuple[Tensor, Tensor] | None = None  # more keys (H, M, K), values (B, A, H, M, K), of each query head
 
 
 class BlockAttention(nn.Module):
@@ -116,6 +117,7 @@ class BlockAttention(nn.Module):
             values,
             mask,
             causal=context.causal,
+            summary=context.summary,
         )
         out: Tensor = self.o_proj(mixed)
         return out

@@ -51,7 +51,7 @@ class BlockModel(PackingDrafter):
         self.tap_norm = TapNorm(len(cfg.taps), dim, eps) if cfg.tap_norm else None
         self.fc = init_linear(nn.Linear(len(cfg.taps) * dim, dim, bias=False))
         self.hidden_norm = RMSNorm(dim, eps)
-        self.layers = nn.ModuleList(self._new_layer() for _ in range(cfg.num_layers))
+        self.layers = nn.ModuleList(self._new_layers())
         self.norm = RMSNorm(dim, eps) if cfg.final_norm else None
         self.correction: MarkovCorrection | GRUCorrection | None = None
         if cfg.correction == "markov":
@@ -72,6 +72,9 @@ class BlockModel(PackingDrafter):
     def import_weights(cls, weights: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
         """Names of z-lab's checkpoints are ours; see `zlab.py` for the spellings of others."""
         return zlab.own_names(weights, config) if isinstance(config, DFlashConfig) else dict(weights)
+
+    def _new_layers(self) -> list[nn.Module]:
+        return [self._new_layer() for _ in range(self.config.num_layers)]
 
     def _new_layer(self) -> DraftLayer:
         return DraftLayer(self.config.hidden_size, **self._layer_parts())

@@ -76,7 +76,10 @@ class DrafterImpl(BlockModel):
                 )
             )
         x = self._slot_inputs(batch.tokens.gather(1, anchors), self._before(taps, anchors))
-        hidden = self._run(x, contexts)
+        return self._output(self._run(x, contexts), batch)
+
+    def _output(self, hidden: Tensor, batch: TrainBatch) -> DraftOutput:
+        """The training forward's result from the layers' (B, A, L, D): correction, labels and their mask."""
         tokens, mask = block_labels(batch, self.config.num_draft_tokens)
         if self.correction is not None:
             previous = self._embed(tokens[..., :-1]).flatten(0, 1)
@@ -188,15 +191,23 @@ class DrafterImpl(BlockModel):
         if self.packed is not None:
             self.packed.commit(own, rows, starts, lengths, taps)
         else:
-            context = self.context_features(taps)
-            for layer, store in zip(self._layers(), own.stores, strict=True):
-                keys, values = layer.self_attn.keys_values(context)
-                store.append(rows, starts, lengths, keys, values)
-            self._write_memory(own, rows, lengths, context)
+            self._take(own, new, starts, taps)
         self._count(own, new)
         for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             if length > 0 and "last" in own.fixed:
-                own.fixed["last"][row] = taps[b, length - 1].index_select(0, self.start_index)
+                own.fixed["last"][row] = self._kept(taps[b, length - 1])
+
+    def _take(self, state: BlockState, new: Commit, starts: list[int], taps: Tensor) -> None:
+        """Take clean features (B, T, C, D) of tokens from `starts` on into what the layers read."""
+        rows, lengths, context = list(new.rows), new.lengths, self.context_features(taps)
+        for layer, store in zip(self._layers(), state.stores, strict=True):
+            keys, values = layer.self_attn.keys_values(context)
+            store.append(rows, starts, lengths, keys, values)
+        self._write_memory(state, rows, lengths, context)
+
+    def _kept(self, taps: Tensor) -> Tensor:
+        """What a row keeps of its last token's taps (C, D)."""
+        return taps.index_select(0, self.start_index)
 
     def _write_memory(self, state: BlockState, rows: list[int], lengths: list[int], context: Tensor) -> None:
         """Take context features (B, T, D) into the memories."""

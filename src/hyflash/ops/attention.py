@@ -33,12 +33,21 @@ def context_mask(
 
 
 def block_attention(
-    q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor, mask: Tensor, *, causal: bool
+    q: Tensor,
+    context_k: Tensor,
+    context_v: Tensor,
+    block_k: Tensor,
+    block_v: Tensor,
+    mask: Tensor,
+    *,
+    causal: bool,
+    summary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from the last Q slots of each block to the context and to the block.
 
     In: q (B, A, Q, H, K); context_k, context_v (B, T, G, K); block_k, block_v (B, A, S, G, K) with Q <= S;
-    mask (B, A, 1 or Q, T) bool, True = visible; `causal` hides later slots of the block. T may be 0.
+    mask (B, A, 1 or Q, T) bool, True = visible; `causal` hides later slots of the block. T may be 0. `summary` adds
+    keys (H, M, K) and values (B, A, H, M, K) of each query head, visible to all slots.
     Out: (B, A, Q, H * K). Scores and softmax are float32.
     """
     num_rows, num_anchors, num_queries, num_heads, dim = q.shape
@@ -59,11 +68,19 @@ def block_attention(
         ones = torch.ones(num_queries, num_slots, dtype=torch.bool, device=q.device)
         near = near.masked_fill(ones.triu(num_slots - num_queries + 1), float("-inf"))
 
-    weights = torch.cat((far, near), dim=-1).softmax(-1).to(block_v.dtype)
-    to_far, to_near = weights[..., :num_keys], weights[..., num_keys:]
+    scores = [far, near]
+    if summary is not None:
+        more = torch.einsum("baqhk,hmk->bahqm", q.mul(dim**-0.5), summary[0].to(q.dtype)).float()
+        scores.append(torch.unflatten(more, 2, (groups, reps)).transpose(1, 2))
+    weights = torch.cat(scores, dim=-1).softmax(-1).to(block_v.dtype)
+    to_far, to_near = weights[..., :num_keys], weights[..., num_keys : num_keys + num_slots]
     out = to_far.reshape(num_rows, groups, num_anchors * reps * num_queries, num_keys) @ context_v.permute(0, 2, 1, 3)
     out = out.view(num_rows, groups, num_anchors, reps, num_queries, dim).permute(0, 2, 4, 1, 3, 5)
     to_near = to_near.transpose(1, 2).reshape(num_rows, num_anchors, groups, reps * num_queries, num_slots)
     own = to_near @ block_v.permute(0, 1, 3, 2, 4)
     own = own.view(num_rows, num_anchors, groups, reps, num_queries, dim).permute(0, 1, 4, 2, 3, 5)
-    return (out + own).reshape(num_rows, num_anchors, num_queries, num_heads * dim)
+    out = out + own
+    if summary is not None:
+        rest = weights[..., num_keys + num_slots :].transpose(1, 2).flatten(2, 3)  # (B, A, H, Q, M)
+        out = out + (rest @ summary[1].to(rest.dtype)).transpose(2, 3).view_as(out)
+    return out.reshape(num_rows, num_anchors, num_queries, num_heads * dim)
