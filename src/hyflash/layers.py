@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyflash.ops.attention import block_attention
+from hyflash.ops.attention import FarContext, block_attention
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rotate
 
@@ -83,6 +83,7 @@ class LayerContext:
     sin: Tensor
     causal: bool
     memory: Callable[[Tensor], Tensor] | None = None  # normed slots (B, A, Q, D) -> addition (B, A, Q, D)
+    far: FarContext | None = None
 
 
 class BlockAttention(nn.Module):
@@ -108,6 +109,7 @@ class BlockAttention(nn.Module):
         keys, values = self.keys_values(x)
         queries = self.q_norm(self.q_proj(x[:, :, first:]).view(*x.shape[:2], x.shape[2] - first, -1, self.head_dim))
         mask = context.mask if context.mask.shape[2] == 1 else context.mask[:, :, first:]
+        far = context.far
         mixed = block_attention(
             rotate(queries, context.cos[:, :, first:], context.sin[:, :, first:]),
             context.keys,
@@ -116,6 +118,7 @@ class BlockAttention(nn.Module):
             values,
             mask,
             causal=context.causal,
+            far=None if far is None else (rotate(queries, far.cos[:, :, first:], far.sin[:, :, first:]), far),
         )
         out: Tensor = self.o_proj(mixed)
         return out
