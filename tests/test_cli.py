@@ -41,7 +41,7 @@ FIELDS = {
     "drafter",
     "warnings",
 }
-COMMANDS = ["generate", "chat", "pull", "train", "bench", "report", "drafters", "doctor", "env"]
+COMMANDS = ["generate", "chat", "pull", "train", "calibrate", "bench", "report", "drafters", "doctor", "env"]
 DATA_COMMANDS = [["data", "regenerate"], ["data", "capture"], ["data", "inspect"], ["data", "ngrams"]]
 
 

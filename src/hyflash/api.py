@@ -62,8 +62,9 @@ def load(
     """An engine for a target and a drafter, as the command line would make it.
 
     `drafter` None is the default one of the target, "none" is plain decoding; `options` are `key=value` for a
-    drafter given by its bare name; `backend` to `num_threads` as in `core.TargetOptions`; `offload_below` bytes of free
-    memory let go of the drafter's weights (docs/length.md). Raises UserError on anything that does not fit.
+    drafter given as NAME, or what a NAME:CHECKPOINT leaves open; `backend` to `num_threads` as in `core.TargetOptions`;
+    `offload_below` bytes of free memory let go of the drafter's weights (docs/length.md). Raises UserError on anything
+    that does not fit.
     """
     how = TargetOptions(
         backend=backend, dtype=dtype, quant=quant, kv=kv, draft_weights=draft_weights, num_threads=num_threads
@@ -117,16 +118,15 @@ def _make_drafter(spec: str, hooks: TargetHooks, options: Sequence[str]) -> Draf
         if options:
             raise UserError("-o sets options of a drafter, and the drafter is none; leave it out or name a drafter.")
         return None
-    if not options:
-        return checkpoint.load(spec, hooks)
-    if spec not in drafters.names():
-        raise UserError(
-            f"-o sets options of a drafter given by its bare name; {spec!r} is none (a checkpoint has its own). "
-            f"Known names: {', '.join(drafters.names())}."
-        )
-    method = drafters.load_class(spec)
     values = dict(parse_assignment(text) for text in options)
-    return method(method.Config.parse(values, where=f"drafter {spec}"), hooks).eval()
+    if options and spec.partition(":")[0] not in drafters.names():
+        raise UserError(
+            f"-o sets options of a drafter given as NAME or NAME:CHECKPOINT; {spec!r} is neither (a checkpoint has its "
+            f"own). Known names: {', '.join(drafters.names())}."
+        )
+    if options and len(hub.drafter_parts(spec)) > 1:
+        raise UserError(f"-o sets options of one drafter, and {spec!r} are several; leave it out or name one.")
+    return checkpoint.load(spec, hooks, options=values)
 
 
 def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None = None) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyflash.ops.attention import block_attention
+from hyflash.ops.attention import FarContext, block_attention
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rotate
 
@@ -84,6 +84,7 @@ class LayerContext:
     causal: bool
     memory: Callable[[Tensor], Tensor] | None = None  # normed slots (B, A, Q, D) -> addition (B, A, Q, D)
     summary: tuple[Tensor, Tensor] | None = None  # more keys (H, M, K), values (B, A, H, M, K), of each query head
+    far: FarContext | None = None
 
 
 class BlockAttention(nn.Module):
@@ -109,6 +110,7 @@ class BlockAttention(nn.Module):
         keys, values = self.keys_values(x)
         queries = self.q_norm(self.q_proj(x[:, :, first:]).view(*x.shape[:2], x.shape[2] - first, -1, self.head_dim))
         mask = context.mask if context.mask.shape[2] == 1 else context.mask[:, :, first:]
+        far = context.far
         mixed = block_attention(
             rotate(queries, context.cos[:, :, first:], context.sin[:, :, first:]),
             context.keys,
@@ -118,6 +120,7 @@ class BlockAttention(nn.Module):
             mask,
             causal=context.causal,
             summary=context.summary,
+            far=None if far is None else (rotate(queries, far.cos[:, :, first:], far.sin[:, :, first:]), far),
         )
         out: Tensor = self.o_proj(mixed)
         return out

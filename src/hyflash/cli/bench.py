@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from hyflash.errors import UserError
 
 if TYPE_CHECKING:
     from hyflash.api import LoadedTarget
-    from hyflash.bench.run import Progress, Row
+    from hyflash.bench.run import Row
     from hyflash.bench.workloads import Workload
 
 
@@ -264,7 +263,7 @@ def _compare(
         made.append((spec, one))
     plain = api.make_engine(loaded, None, exact=exact, max_rows=64 if acceptance_only else 1)
     draft_tokens = num_draft_tokens or api.DEFAULT_DRAFT_TOKENS
-    with _progress(quiet) as progress:
+    with loading.counting(quiet, "bench") as progress:
         if acceptance_only:
             rows = run.acceptance_only(plain, made, workloads, params, num_draft_tokens=draft_tokens, progress=progress)
         else:
@@ -307,7 +306,7 @@ def _costs(target: str, how: TargetOptions, asked: measure_costs.Asked, *, quiet
     """Load and measure. All engines get as many threads as there are cores, unless the user says otherwise."""
     how = replace(how, num_threads=how.num_threads or environment.num_threads())
     loaded = loading.load_target(target, how, quiet=quiet)
-    with _progress(quiet) as progress:
+    with loading.counting(quiet, "bench") as progress:
         return measure_costs.measure(loaded, asked, provenance=_provenance(loaded), progress=progress)
 
 
@@ -323,22 +322,6 @@ def _provenance(loaded: LoadedTarget) -> dict[str, Any]:
 
 def _label(row: Row) -> str:
     return row.workload.domain + (f"@{row.workload.context}" if row.workload.context else "")
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Progress]:
-    """A bar on stderr while it is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    with Bar(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("bench", total=None)
-
-        def step(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield step
 
 
 def _check_writable(path: Path) -> None:

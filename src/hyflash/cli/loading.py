@@ -1,11 +1,11 @@
-"""Loading a target from the command line: progress of what takes long the first time, and the line on the backend.
+"""Loading a target from the command line: progress of what takes long, and the line on the backend.
 
 In: what `-t` names and `TargetOptions`. Out: `api.LoadedTarget`; all that is said goes to stderr.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -69,3 +69,19 @@ def progress(quiet: bool) -> Iterator[hub.Progress]:
         yield step
     finally:
         bar.stop()
+
+
+@contextmanager
+def counting(quiet: bool, what: str) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar on stderr while it is a terminal; called with (done, in all or None, what runs now)."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+
+        def step(done: int, total: int | None, now: str) -> None:
+            bar.update(task, completed=done, total=total, description=now)
+
+        yield step

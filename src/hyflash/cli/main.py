@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import hyflash
-from hyflash.cli import bench, chat, data, generate, inspect, report_command, train
+from hyflash.cli import bench, calibrate, chat, data, generate, inspect, report_command, train
 from hyflash.errors import HyflashError
 
 # typer brings its own click or uses the separate package, by version; the base of BadParameter is right in both.
@@ -38,6 +38,7 @@ app.command("chat")(chat.chat)
 app.command("pull")(inspect.pull)
 app.add_typer(data.app, name="data")
 app.command("train")(train.train)
+app.command("calibrate")(calibrate.calibrate)
 app.command("bench")(bench.bench)
 app.command("report")(report_command.report)
 app.command("drafters")(inspect.drafters)

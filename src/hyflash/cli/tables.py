@@ -94,6 +94,29 @@ def _cost(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["engine"], row["weights"], str(row["width"]), *numbers, f"{ms / row['width']:.2f}")
 
 
+def print_calibration(table: dict[str, Any]) -> None:
+    """Every trial on the answers to choose by, the chosen one marked, and what the others say of it."""
+    console = _console()
+    if len(table["trials"]) > 1:
+        out = Table(title="tokens per round on the answers to choose by", title_justify="left")
+        names = list(table["options"])
+        for name in (*names, "tau", "rounds", ""):
+            out.add_column(name, justify="right")
+        for trial in table["trials"]:
+            values = [str(trial["options"][name]) for name in names]
+            mark = "chosen" if trial["options"] == table["options"] else ""
+            out.add_row(*values, f"{trial['tau']:.3f}", str(trial["num_rounds"]), mark)
+        console.print(out)
+        found, (low, high) = table["report"], table["report"]["interval"]
+        console.print(
+            f"on {found['num_prompts']} other answers: tau {found['tau']:.3f}, with the options given "
+            f"{found['tau_given']:.3f}, {found['tau_difference']:+.3f} (95 %: {low:+.3f} to {high:+.3f})"
+        )
+    for name, value in table["confidence"].items():
+        console.print(f"{name}: {value:.4g}")
+    console.print(f"written to {table['out']}")
+
+
 def print_drafters(entries: list[dict[str, Any]]) -> None:
     """The drafters and their memory at the embedded target's shape."""
     out = Table()

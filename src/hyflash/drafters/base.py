@@ -72,6 +72,9 @@ class Drafter(nn.Module, ABC):
     optional_tensors: ClassVar[tuple[str, ...]] = ()
     """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
 
+    tunable: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Options that may change under the same weights, with the values that `hyflash calibrate` tries, in this order."""
+
     target_layer_ids: tuple[int, ...] = ()
     target_kv_layers: tuple[int, ...] = ()
     """Decoder layers whose keys and values it reads in the target's own cache (`DraftRequest.kv`, `Commit.kv`)."""

@@ -186,10 +186,14 @@ class GrowingStore(ContextStore):
                 continue
             stop = start + count
             self._grow(row, start, stop)
-            position = torch.arange(start, stop, device=keys.device)
-            cos, sin = rope_tables(position, dim=self.shape.head_dim, theta=self.shape.rope_theta)
-            self.data[row][start:stop, 0] = rotate(keys[b, :count], cos, sin).to(self.shape.dtype)
+            self.data[row][start:stop, 0] = self._kept_keys(keys[b, :count], start).to(self.shape.dtype)
             self.data[row][start:stop, 1] = values[b, :count].to(self.shape.dtype)
+
+    def _kept_keys(self, keys: Tensor, start: int) -> Tensor:
+        """Keys (T, G, K) of tokens from position `start` on, as they are kept: rotated."""
+        position = torch.arange(start, start + len(keys), device=keys.device)
+        cos, sin = rope_tables(position, dim=self.shape.head_dim, theta=self.shape.rope_theta)
+        return rotate(keys, cos, sin)
 
     def _grow(self, row: int, held: int, wanted: int) -> None:
         """Make room for `wanted` tokens where there is less; the first `held` stay."""
@@ -198,16 +202,19 @@ class GrowingStore(ContextStore):
             bigger[:held] = self.data[row][:held]
             self.data[row] = bigger
 
-    def view(self, rows: list[int], lengths: list[int]) -> ContextView:
-        longest = max(lengths, default=0)
+    def slices(self, rows: list[int], starts: list[int], lengths: list[int]) -> Tensor:
+        """What each row holds from `starts[b]` on, `lengths[b]` tokens, zeros behind: (B, T, 2, G, K)."""
         if len(rows) == 1:
-            data = self.data[rows[0]][None, :longest]
-        else:
-            data = self.shape.empty(len(rows), longest)
-            for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-                data[b, :length] = self.data[row][:length]
+            return self.data[rows[0]][None, starts[0] : starts[0] + lengths[0]]
+        data = self.shape.empty(len(rows), max(lengths, default=0))
+        for b, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+            data[b, :length] = self.data[row][start : start + length]
+        return data
+
+    def view(self, rows: list[int], lengths: list[int]) -> ContextView:
+        data = self.slices(rows, [0] * len(rows), lengths)
         device = self.shape.device
-        position = torch.arange(longest, device=device).expand(len(rows), longest)
+        position = torch.arange(data.shape[1], device=device).expand(len(rows), -1)
         anchors = torch.tensor(lengths, dtype=torch.int64, device=device)
         return ContextView(keys=data[:, :, 0], values=data[:, :, 1], positions=position, anchors=anchors)
 

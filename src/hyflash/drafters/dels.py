@@ -8,8 +8,9 @@ counts once. The head learns from text alone. Ours: the unigram is its bias, so 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field
@@ -77,6 +78,10 @@ class DrafterImpl(LogitDrafter):
     Config: ClassVar[type[DrafterConfig]] = DeLSConfig
     source: ClassVar[str] = "DeLS-Spec, arXiv 2607.07409; dt-3t/DeLS-Spec"
     optional_tensors: ClassVar[tuple[str, ...]] = ("expert.*", "log_prior")
+    tunable: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "alpha": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7),
+        "beta": (0.0, 0.1, 0.2, 0.3, 0.5, 0.7),
+    }
     config: DeLSConfig
     log_prior: Tensor
     alpha: Tensor

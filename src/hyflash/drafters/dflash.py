@@ -18,7 +18,7 @@ from hyflash.core import Commit, Draft, DraftCost, DraftOutput, DraftRequest, Lo
 from hyflash.drafters.base import DrafterConfig, State
 from hyflash.drafters.block_config import DFlashConfig
 from hyflash.drafters.block_model import BlockModel
-from hyflash.drafters.context import BlockState, ContextShape, new_store
+from hyflash.drafters.context import BlockState, ContextShape, ContextStore, new_store
 from hyflash.drafters.objective import PLAIN, HeadTraining, block_labels, block_loss
 from hyflash.drafters.packed_drafter import MemoryParts, PackedDrafter, PackedLayer
 from hyflash.drafters.picking import Picker
@@ -141,8 +141,12 @@ class DrafterImpl(BlockModel):
     def new_state(self, num_rows: int) -> BlockState:
         """Empty state: rings are allocated whole, growing stores as tokens come."""
         shape = self._shape()
-        stores = [new_store(shape, num_rows, width) for width in self.windows]
+        stores = [self._new_store(shape, num_rows, width) for width in self.windows]
         return BlockState(lengths=[0] * num_rows, stores=stores, fixed=self._fixed(num_rows))
+
+    def _new_store(self, shape: ContextShape, num_rows: int, window: int) -> ContextStore:
+        """Store of a layer; window 0 sees all."""
+        return new_store(shape, num_rows, window)
 
     def pack(self, kernels: Kernels) -> PackedDrafter | None:
         """For heads whose width is a multiple of 16, and windows that all slots share."""
@@ -230,24 +234,24 @@ class DrafterImpl(BlockModel):
         if self.packed is not None:
             x = self.packed.run(x[:, 0], own, rows)
             return x if self.norm is None else self.norm(x)
-        contexts = []
-        for i, store in enumerate(own.stores):
-            view = store.view(rows, lengths)
-            anchors = view.anchors[:, None]
-            cos, sin = self._block_tables(anchors)
-            window = torch.full_like(view.anchors, self.windows[i]) if self.windows[i] else None
-            contexts.append(
-                LayerContext(
-                    keys=view.keys,
-                    values=view.values,
-                    mask=self._mask(view.positions, anchors, window),
-                    cos=cos,
-                    sin=sin,
-                    causal=self._causal(i),
-                    memory=self._serve_reader(i, own, rows),
-                )
-            )
+        contexts = [self._serve_context(i, own, rows, lengths) for i in range(len(own.stores))]
         return self._run(x, contexts)[:, 0]
+
+    def _serve_context(self, layer: int, own: BlockState, rows: list[int], lengths: list[int]) -> LayerContext:
+        """What a layer sees of rows of these lengths."""
+        view = own.stores[layer].view(rows, lengths)
+        anchors = view.anchors[:, None]
+        cos, sin = self._block_tables(anchors)
+        window = torch.full_like(view.anchors, self.windows[layer]) if self.windows[layer] else None
+        return LayerContext(
+            keys=view.keys,
+            values=view.values,
+            mask=self._mask(view.positions, anchors, window),
+            cos=cos,
+            sin=sin,
+            causal=self._causal(layer),
+            memory=self._serve_reader(layer, own, rows),
+        )
 
     @torch.no_grad()
     def propose(self, state: State, request: DraftRequest) -> Proposal:

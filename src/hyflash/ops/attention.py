@@ -2,12 +2,28 @@
 
 In: queries and keys of blocks, keys of the context they share. Out: one vector per query slot. Context scores
 and in-block scores are two small products joined before one softmax, so no (anchors x slots)^2 mask exists.
+A far context (FOLD) adds a third: queries of its own, scores sharpened and weighted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarContext:
+    """Context that stands at one distance from every slot, so that only content tells its tokens apart (FOLD)."""
+
+    keys: Tensor  # (B, T, G, K) normed, not rotated
+    values: Tensor  # (B, T, G, K)
+    mask: Tensor  # (B, 1 or A, T) bool, True = visible
+    cos: Tensor  # (B, A, S, K) of the distance, for the queries
+    sin: Tensor
+    sharpness: Tensor  # (B, 1 or A) float32 factor of the scores
+    log_weight: float  # added to the sharpened scores
 
 
 def context_mask(
@@ -41,25 +57,23 @@ def block_attention(
     mask: Tensor,
     *,
     causal: bool,
+    far: tuple[Tensor, FarContext] | None = None,
     summary: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attend from the last Q slots of each block to the context and to the block.
 
     In: q (B, A, Q, H, K); context_k, context_v (B, T, G, K); block_k, block_v (B, A, S, G, K) with Q <= S;
-    mask (B, A, 1 or Q, T) bool, True = visible; `causal` hides later slots of the block. T may be 0. `summary` adds
-    keys (H, M, K) and values (B, A, H, M, K) of each query head, visible to all slots.
-    Out: (B, A, Q, H * K). Scores and softmax are float32.
+    mask (B, A, 1 or Q, T) bool, True = visible; `causal` hides later slots of the block; `far` queries
+    (B, A, Q, H, K) and what they see; `summary` adds keys (H, M, K) and values (B, A, H, M, K) of each query head,
+    visible to all slots. T may be 0. Out: (B, A, Q, H * K). Scores and softmax are float32. One softmax over scores s
+    and kappa s + ln w is the attention to each part merged by log-sum-exp, the far one with weight w.
     """
     num_rows, num_anchors, num_queries, num_heads, dim = q.shape
-    num_keys, groups = context_k.shape[1:3]
-    num_slots = block_k.shape[2]
+    groups, num_slots = context_k.shape[2], block_k.shape[2]
     reps = num_heads // groups
-    grouped = q.mul(dim**-0.5).view(num_rows, num_anchors, num_queries, groups, reps, dim)
 
-    by_group = grouped.permute(0, 3, 1, 4, 2, 5)  # (B, G, A, R, Q, K)
-    far = by_group.reshape(num_rows, groups, num_anchors * reps * num_queries, dim) @ context_k.permute(0, 2, 3, 1)
-    far = far.float().view(num_rows, groups, num_anchors, reps, num_queries, num_keys)
-    far = far.masked_fill(~mask[:, None, :, None], float("-inf"))
+    grouped = _grouped(q, groups)
+    seen = _context_scores(grouped, context_k).masked_fill(~mask[:, None, :, None], float("-inf"))
 
     by_anchor = grouped.permute(0, 1, 3, 4, 2, 5)  # (B, A, G, R, Q, K)
     near = by_anchor.reshape(num_rows, num_anchors, groups, reps * num_queries, dim) @ block_k.permute(0, 1, 3, 4, 2)
@@ -68,19 +82,47 @@ def block_attention(
         ones = torch.ones(num_queries, num_slots, dtype=torch.bool, device=q.device)
         near = near.masked_fill(ones.triu(num_slots - num_queries + 1), float("-inf"))
 
-    scores = [far, near]
+    parts = [seen, near]
+    if far is not None:
+        parts.append(_far_scores(_grouped(far[0], groups), far[1]))
     if summary is not None:
         more = torch.einsum("baqhk,hmk->bahqm", q.mul(dim**-0.5), summary[0].to(q.dtype)).float()
-        scores.append(torch.unflatten(more, 2, (groups, reps)).transpose(1, 2))
-    weights = torch.cat(scores, dim=-1).softmax(-1).to(block_v.dtype)
-    to_far, to_near = weights[..., :num_keys], weights[..., num_keys : num_keys + num_slots]
-    out = to_far.reshape(num_rows, groups, num_anchors * reps * num_queries, num_keys) @ context_v.permute(0, 2, 1, 3)
-    out = out.view(num_rows, groups, num_anchors, reps, num_queries, dim).permute(0, 2, 4, 1, 3, 5)
-    to_near = to_near.transpose(1, 2).reshape(num_rows, num_anchors, groups, reps * num_queries, num_slots)
+        parts.append(torch.unflatten(more, 2, (groups, reps)).transpose(1, 2))
+    mixed = torch.cat(parts, dim=-1).softmax(-1).to(block_v.dtype)
+    weights = torch.split(mixed, [part.shape[-1] for part in parts], dim=-1)
+    out = _mixed(weights[0], context_v)
+    to_near = weights[1].transpose(1, 2).reshape(num_rows, num_anchors, groups, reps * num_queries, num_slots)
     own = to_near @ block_v.permute(0, 1, 3, 2, 4)
-    own = own.view(num_rows, num_anchors, groups, reps, num_queries, dim).permute(0, 1, 4, 2, 3, 5)
-    out = out + own
+    out = out + own.view(num_rows, num_anchors, groups, reps, num_queries, dim).permute(0, 1, 4, 2, 3, 5)
+    if far is not None:
+        out = out + _mixed(weights[2], far[1].values)
     if summary is not None:
-        rest = weights[..., num_keys + num_slots :].transpose(1, 2).flatten(2, 3)  # (B, A, H, Q, M)
+        rest = weights[-1].transpose(1, 2).flatten(2, 3)  # (B, A, H, Q, M)
         out = out + (rest @ summary[1].to(rest.dtype)).transpose(2, 3).view_as(out)
     return out.reshape(num_rows, num_anchors, num_queries, num_heads * dim)
+
+
+def _grouped(q: Tensor, groups: int) -> Tensor:
+    """Scaled queries (B, A, Q, H, K) by the key head they share: (B, A, Q, G, R, K)."""
+    return q.mul(q.shape[-1] ** -0.5).view(*q.shape[:3], groups, q.shape[3] // groups, q.shape[4])
+
+
+def _context_scores(grouped: Tensor, keys: Tensor) -> Tensor:
+    """Scores (B, G, A, R, Q, T) float32 of grouped queries (B, A, Q, G, R, K) and keys (B, T, G, K)."""
+    num_rows, num_anchors, num_queries, groups, reps, dim = grouped.shape
+    by_group = grouped.permute(0, 3, 1, 4, 2, 5)  # (B, G, A, R, Q, K)
+    flat = by_group.reshape(num_rows, groups, num_anchors * reps * num_queries, dim) @ keys.permute(0, 2, 3, 1)
+    return flat.float().view(num_rows, groups, num_anchors, reps, num_queries, keys.shape[1])
+
+
+def _far_scores(grouped: Tensor, far: FarContext) -> Tensor:
+    """As `_context_scores`, sharpened, weighted, and -inf where nothing is."""
+    scores = _context_scores(grouped, far.keys) * far.sharpness[:, None, :, None, None, None] + far.log_weight
+    return scores.masked_fill(~far.mask[:, None, :, None, None], float("-inf"))
+
+
+def _mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """Values (B, T, G, K) mixed by weights (B, G, A, R, Q, T): (B, A, Q, G, R, K)."""
+    num_rows, groups, num_anchors, reps, num_queries, num_keys = weights.shape
+    flat = weights.reshape(num_rows, groups, num_anchors * reps * num_queries, num_keys) @ values.permute(0, 2, 1, 3)
+    return flat.view(num_rows, groups, num_anchors, reps, num_queries, -1).permute(0, 2, 4, 1, 3, 5)
