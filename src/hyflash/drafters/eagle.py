@@ -109,7 +109,7 @@ class DrafterImpl(FeatureDrafter):
 
     def set_draft_vocab(self, ids: Tensor) -> None:
         """As usual; a head of its own starts from the target's rows wherever the list is another one."""
-        same = self.draft_ids is not None and torch.equal(ids, self.draft_ids)
+        same = self.draft_ids is not None and torch.equal(ids.to(self.draft_ids.device), self.draft_ids)
         super().set_draft_vocab(ids)
         if not same:
             self._start_head()
@@ -118,7 +118,7 @@ class DrafterImpl(FeatureDrafter):
     def _start_head(self) -> None:
         """Let the head of its own be the target's."""
         if self.lm_head is not None:
-            rows, _ = (self._rows or HeadRows(self.hooks))(self._head_ids())
+            rows, _ = (self._rows or HeadRows(self.hooks))(self._head_ids().to(self.hooks.info.device))
             self.lm_head.weight.copy_(rows)
 
     def _head_ids(self) -> Tensor:
@@ -215,7 +215,8 @@ class DrafterImpl(FeatureDrafter):
         )
 
     def _new_store(self, num_rows: int) -> ContextStore:
-        """Where keys and values of committed pairs are kept."""
+        """Where keys and values of committed pairs are kept. One that drops later pairs before the first must hide the
+        first itself, by a position at the anchor."""
         return new_store(self._shape(), num_rows, self.config.window)
 
     def _fixed(self, num_rows: int) -> dict[str, Tensor]:
