@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dcoco": ("dcoco", {}),
     "dcoco-memory": ("dcoco", {"window": 8, "memory_core": "delta", "draft_vocab_size": 32, "start": "ridge"}),
     "lookup+hyflash": ("lookup+hyflash", {}),
+    "fold": ("fold", {}),
+    "fold-window": ("fold", {"far_weight": 0.0}),
 }
 """Every kind of drafter there is: name -> what `tiny_drafter` builds."""
 
