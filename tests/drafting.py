@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle-window": ("eagle", {"window": 8, "draft_vocab_size": 32, "tap_norm": False, "norm_output": False}),
     "eagle-own-head": ("eagle", {"own_head": True, "draft_vocab_size": 32, "loss": "ce"}),
     "lookup+hyflash": ("lookup+hyflash", {}),
+    "fold": ("fold", {}),
+    "fold-window": ("fold", {"far_weight": 0.0}),
 }
 """Every kind of drafter there is: name -> what `tiny_drafter` builds."""
 

@@ -459,14 +459,15 @@ def test_calibrate_refuses_drafters_without_anything_to_choose(
     assert said in capsys.readouterr().err
 
 
-def test_calibrate_overwrites_no_drafter(
+def test_calibrate_overwrites_nothing(
     tiny: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "fold").mkdir()
-    (tmp_path / "fold" / "config.json").write_text("{}")
-    assert calibrated(tiny, tmp_path / "fold") == 1
-    assert "holds a drafter already" in capsys.readouterr().err
-    assert (tmp_path / "fold" / "config.json").read_text() == "{}"
+    (tmp_path / "fold" / "notes").write_text("mine")
+    for out in (tmp_path / "fold", tmp_path / "fold" / "notes"):
+        assert calibrated(tiny, out) == 1
+        assert "not an empty directory" in capsys.readouterr().err
+    assert (tmp_path / "fold" / "notes").read_text() == "mine"
 
 
 def test_a_confidence_head_is_fitted_to_the_same_rounds(

@@ -62,8 +62,8 @@ def calibrate(
       hyflash calibrate fold:./my-dflash --prompts long.jsonl --context 4k --out ./my-fold
       hyflash calibrate fold:./my-dflash --prompts long.jsonl --try fold_window=64,128 --try kappa=1 --out ./my-fold
     """
-    if (out / "config.json").exists():
-        raise UserError(f"{out}: holds a drafter already; choose another directory or remove it.")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out}: is there and not an empty directory; choose another one for --out.")
     grid = _values(values or [])
     tokens = flags.parse_tokens(context) if context is not None else None
     if len(hub.drafter_parts(drafter)) > 1:
@@ -179,7 +179,10 @@ def _record(
     results = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=max_tokens)) for ids in found])
     if failed := [result.error for result in results if result.error is not None]:
         raise UserError(f"the target could not answer {len(failed)} of {len(results)} prompts; the first: {failed[0]}")
-    return [record(loaded.model, taps, r.prompt_ids, r.token_ids) for r in results if r.token_ids]
+    answers = [result for result in results if result.token_ids]
+    if not answers:
+        raise UserError("the target answers none of the prompts with a single token; give others.")
+    return [record(loaded.model, taps, answer.prompt_ids, answer.token_ids) for answer in answers]
 
 
 def _longest(recordings: Sequence[Recording]) -> int:
