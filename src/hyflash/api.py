@@ -119,14 +119,23 @@ def _make_drafter(spec: str, hooks: TargetHooks, options: Sequence[str]) -> Draf
         return None
     if not options:
         return checkpoint.load(spec, hooks)
+    values = dict(parse_assignment(text) for text in options)
+    parts = hub.drafter_parts(spec)
+    if len(parts) == 1 and _method(spec) and spec not in drafters.names():
+        return checkpoint.load(spec, hooks, options=values)  # refuses what the checkpoint itself says
     if spec not in drafters.names():
         raise UserError(
-            f"-o sets options of a drafter given by its bare name; {spec!r} is none (a checkpoint has its own). "
-            f"Known names: {', '.join(drafters.names())}."
+            f"-o sets options of a drafter given by its bare name, or of METHOD:CHECKPOINT; {spec!r} is neither (a "
+            f"checkpoint has its own). Known names: {', '.join(drafters.names())}."
         )
     method = drafters.load_class(spec)
-    values = dict(parse_assignment(text) for text in options)
     return method(method.Config.parse(values, where=f"drafter {spec}"), hooks).eval()
+
+
+def _method(spec: str) -> str:
+    """The method in `NAME` or `NAME:CHECKPOINT`, "" for a bare checkpoint."""
+    name = spec.partition(":")[0]
+    return name if name in drafters.names() else ""
 
 
 def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None = None) -> list[str]:
@@ -136,7 +145,7 @@ def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None =
         folder = hub.checkpoint_dir(part)
         if folder is None:
             continue
-        out += checkpoint.target_warnings(folder, target.model.info)
+        out += checkpoint.target_warnings(folder, target.model.info, method=_method(part))
         trained = checkpoint.read_card(folder).get("thinking") if (folder / checkpoint.CARD).is_file() else None
         if None not in (thinking, trained) and thinking != trained:
             out.append(

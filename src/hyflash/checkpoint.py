@@ -87,15 +87,15 @@ def read_card(directory: str | Path) -> dict[str, Any]:
     return _read_json(hub.user_path(directory) / CARD, "a trained drafter has one")
 
 
-def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
+def target_warnings(directory: str | Path, info: TargetInfo, *, method: str = "") -> list[str]:
     """What a user should know about this checkpoint with this target; empty when it was made for exactly it.
 
-    Raises UserError when the two cannot work together at all.
+    `method` is the one that it is named with. Raises UserError when the two cannot work together at all.
     """
     path = hub.user_path(directory)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     if "hyflash" not in config:
-        zlab_heads.read_config(config, info, where=str(path / CONFIG))
+        _published(method, config, info, path)
         return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
     facts = _target_facts(config["hyflash"], info, path)
     if made_for(facts, info):
@@ -182,7 +182,7 @@ def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafte
     if "hyflash" in config:
         own, values = _own_block(config["hyflash"], hooks.info, path)
     else:
-        own, values = zlab_heads.read_config(config, hooks.info, where=where)
+        own, values = _published(name, config, hooks.info, path)
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
@@ -231,6 +231,12 @@ def _read_json(path: Path, expected: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds a {type(value).__name__}; expected a JSON object.")
     return value
+
+
+def _published(name: str, config: Mapping[str, Any], info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
+    """Method and options for a config.json that is not ours: read by the method it is named with, else as a DFlash."""
+    values = drafters.load_class(name).read_config(config, info, directory=path) if name else None
+    return (name, values) if values is not None else zlab_heads.read_config(config, info, where=str(path / CONFIG))
 
 
 def _own_block(block: Any, info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
@@ -289,7 +295,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 
 def _weights_for(drafter: Drafter, path: Path) -> Mapping[str, Tensor]:
     """A checkpoint's tensors under the drafter's own names."""
-    weights = zlab_heads.without_copies(_read_weights(path), drafter.hooks, where=str(path))
+    weights = _read_weights(path)
+    if not drafter.owns_words:
+        weights = zlab_heads.without_copies(weights, drafter.hooks, where=str(path))
     return drafter.import_weights(weights, drafter.config)
 
 

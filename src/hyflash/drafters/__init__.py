@@ -10,6 +10,7 @@ from hyflash.errors import UserError, nearest
 
 _NOT_METHODS = {
     "base",
+    "compaction",
     "compose",
     "block_config",
     "block_model",
@@ -26,6 +27,7 @@ _NOT_METHODS = {
     "picking",
     "selecting",
     "selector",
+    "small_lm",
     "vocab",
     "zlab",
     "zlab_heads",

@@ -25,6 +25,7 @@ from hyflash.core import (
     Outcomes,
     Proposal,
     TargetHooks,
+    TargetInfo,
     TrainBatch,
 )
 from hyflash.errors import HyflashError, UserError
@@ -72,6 +73,11 @@ class Drafter(nn.Module, ABC):
     optional_tensors: ClassVar[tuple[str, ...]] = ()
     """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
 
+    owns_words: ClassVar[bool] = False
+    """Whether its checkpoints hold an embedding and a head of its own; those of others are copies of the target's."""
+    cheap: ClassVar[bool] = False
+    """Whether a proposal costs next to nothing beside a forward of the target: it looks up, and runs no network."""
+
     target_layer_ids: tuple[int, ...] = ()
     weighs_prices: ClassVar[bool] = False
     """Whether `propose` decides by `DraftRequest.prices` how much to draft; else the length policy decides alone."""
@@ -95,6 +101,14 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.hooks = hooks
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any], info: TargetInfo, *, directory: Path) -> dict[str, Any] | None:
+        """Options from a published config.json in a directory, for `NAME:DIRECTORY`; None: it is read as a DFlash's.
+
+        Raises UserError for one that cannot be honoured.
+        """
+        return None
 
     @classmethod
     def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
         "tap_norm": False,
         "final_norm": True,
         "mask_token_id": need("mask_token_id"),
-        "rope_theta": _rope_theta(config, where),
+        "rope_theta": rope_theta(config, where),
         "rms_norm_eps": need("rms_norm_eps"),
         "max_positions": need("max_position_embeddings"),
         **_attention(config, nested, layers, where),
@@ -230,7 +230,7 @@ def _refuse_foreign(config: Mapping[str, Any], nested: Mapping[str, Any], where:
         )
 
 
-def _rope_theta(config: Mapping[str, Any], where: str) -> float:
+def rope_theta(config: Mapping[str, Any], where: str) -> float:
     """Rotary base from rope_theta or rope_parameters; scaled rotations are refused."""
     tables = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
     for key, table in tables.items():
