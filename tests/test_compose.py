@@ -66,8 +66,10 @@ class Fake(Drafter):
         kind: int = 0,
         vocab: int = 0,
         positions: int | None = None,
+        cheap: bool | None = None,
     ) -> None:
         super().__init__(DrafterConfig(), hooks())
+        self.cheap = not taps if cheap is None else cheap
         self.token, self.confidence, self.kind, self.vocab = token, confidence, kind, vocab
         self.target_layer_ids, self.max_draft_tokens, self.max_positions = taps, limit, positions
         self.asked: list[tuple[int, ...]] = []
@@ -571,6 +573,25 @@ def test_a_part_with_features_hears_late_of_what_it_did_not_draft() -> None:
     cheap.empty_rows = {0, 1}
     priced(drafter, state, 5, FLAT, row=1)
     assert state.parts[1].tokens[1] == [], "a reset row forgets what waits"
+
+
+def test_a_network_without_features_is_as_dear_as_one_with_them() -> None:
+    model, block, cheap = Fake(token=8, cheap=False), Fake(token=9, taps=(4,)), Fake(token=7, confidence=0.9)
+    drafter = Composite([("cheap", cheap), ("model", model), ("block", block)])
+    state = drafter.new_state(1)
+    feed(drafter, state, [1, 2])
+    assert state.parts[1].tokens == [[1, 2]]
+    assert state.parts[1].features == [[]], "it reads none, whatever others read"
+    proposal = priced(drafter, state, 5, FLAT)
+    assert sources(proposal) == ["cheap"]
+    assert model.asked == [], "it does not run where a cheap part promises more"
+    feed(drafter, state, [5, 7], verdict=judged(proposal, 1))
+    assert state.parts[1].tokens == [[1, 2]], "not yet"
+    cheap.empty_rows = {0}
+    assert sources(priced(drafter, state, 5, FLAT)) == ["model"]
+    assert state.parts[1].tokens == [[1, 2, 5, 7]]
+    assert state.parts[1].features == [[]]
+    assert block.asked == []
 
 
 def test_late_tokens_are_committed_when_there_are_many_and_before_a_prompt() -> None:

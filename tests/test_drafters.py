@@ -233,6 +233,13 @@ def test_broken_weights_end_a_proposal_and_are_counted(name: str, target: hf.HFT
         assert proposal.num_nonfinite == 3
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_called_cheap_runs_no_network(name: str, target: hf.HFTarget) -> None:
+    drafter = tiny_drafter(name, target.hooks())
+    assert drafter.cheap == (drafter.cost(100).propose_flops == 0)
+    assert not (drafter.cheap and (list(drafter.parameters()) or drafter.target_layer_ids))
+
+
 # ----------------------------------------------------------------------------------------- cost
 
 

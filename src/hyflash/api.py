@@ -129,6 +129,12 @@ def _make_drafter(spec: str, hooks: TargetHooks, options: Sequence[str]) -> Draf
     return checkpoint.load(spec, hooks, options=values)
 
 
+def _method(spec: str) -> str:
+    """The method in `NAME` or `NAME:CHECKPOINT`, "" for a bare checkpoint."""
+    name = spec.partition(":")[0]
+    return name if name in drafters.names() else ""
+
+
 def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None = None) -> list[str]:
     """What a user should know about a drafter's checkpoints with this target and thinking mode."""
     out = []
@@ -136,7 +142,7 @@ def drafter_warnings(spec: str, target: LoadedTarget, *, thinking: bool | None =
         folder = hub.checkpoint_dir(part)
         if folder is None:
             continue
-        out += checkpoint.target_warnings(folder, target.model.info)
+        out += checkpoint.target_warnings(folder, target.model.info, method=_method(part))
         trained = checkpoint.read_card(folder).get("thinking") if (folder / checkpoint.CARD).is_file() else None
         if None not in (thinking, trained) and thinking != trained:
             out.append(

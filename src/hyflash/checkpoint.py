@@ -91,15 +91,15 @@ def read_card(directory: str | Path) -> dict[str, Any]:
     return _read_json(hub.user_path(directory) / CARD, "a trained drafter has one")
 
 
-def target_warnings(directory: str | Path, info: TargetInfo) -> list[str]:
+def target_warnings(directory: str | Path, info: TargetInfo, *, method: str = "") -> list[str]:
     """What a user should know about this checkpoint with this target; empty when it was made for exactly it.
 
-    Raises UserError when the two cannot work together at all.
+    `method` is the one that it is named with. Raises UserError when the two cannot work together at all.
     """
     path = hub.user_path(directory)
     config = _read_json(path / CONFIG, "expected a drafter's directory")
     if "hyflash" not in config:
-        _foreign(config, info, path)
+        _foreign(method, config, info, path)
         return [f"{path} does not say which target it was trained for; sizes agree with {info.name!r}."]
     facts = _target_facts(config["hyflash"], info, path)
     if made_for(facts, info):
@@ -186,7 +186,7 @@ def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafte
     if "hyflash" in config:
         own, values = _own_block(config["hyflash"], hooks.info, path)
     else:
-        own, values = _foreign(config, hooks.info, path)
+        own, values = _foreign(name, config, hooks.info, path)
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
@@ -267,8 +267,11 @@ def _target_facts(block: Any, info: TargetInfo, path: Path) -> Mapping[str, Any]
     return facts
 
 
-def _foreign(config: Mapping[str, Any], info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
-    """Method and options of a checkpoint in somebody else's format."""
+def _foreign(name: str, config: Mapping[str, Any], info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
+    """Method and options of a checkpoint in a format not ours: by the method it is named with, else by its look."""
+    values = drafters.load_class(name).read_config(config, info, directory=path) if name else None
+    if values is not None:
+        return name, values
     if eagle_layouts.knows(config):
         return eagle_layouts.read_config(config, info, where=str(path / CONFIG))
     return zlab_heads.read_config(config, info, where=str(path / CONFIG))
@@ -312,8 +315,10 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
 
 def _weights_for(drafter: Drafter, path: Path) -> Mapping[str, Tensor]:
     """A checkpoint's tensors under the drafter's own names."""
-    own = drafter.state_dict().keys()
-    weights = zlab_heads.without_copies(_read_weights(path), drafter.hooks, where=str(path), own=own)
+    weights = _read_weights(path)
+    if not drafter.owns_words:
+        own = drafter.state_dict().keys()
+        weights = zlab_heads.without_copies(weights, drafter.hooks, where=str(path), own=own)
     return drafter.import_weights(weights, drafter.config)
 
 

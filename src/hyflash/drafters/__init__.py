@@ -10,6 +10,7 @@ from hyflash.errors import UserError, nearest
 
 _NOT_METHODS = {
     "base",
+    "compaction",
     "compose",
     "block_config",
     "block_model",
@@ -32,6 +33,7 @@ _NOT_METHODS = {
     "selecting",
     "selector",
     "shared_kv",
+    "small_lm",
     "vocab",
     "zlab",
     "zlab_heads",

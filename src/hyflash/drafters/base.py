@@ -25,6 +25,7 @@ from hyflash.core import (
     Outcomes,
     Proposal,
     TargetHooks,
+    TargetInfo,
     TrainBatch,
 )
 from hyflash.errors import HyflashError, UserError
@@ -74,6 +75,10 @@ class Drafter(nn.Module, ABC):
 
     tunable: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options that may change under the same weights, with the values that `hyflash calibrate` tries, in this order."""
+    owns_words: ClassVar[bool] = False
+    """Whether its checkpoints hold an embedding and a head of its own; those of others are copies of the target's."""
+    cheap: ClassVar[bool] = False
+    """Whether a proposal costs next to nothing beside a forward of the target: it looks up, and runs no network."""
 
     target_layer_ids: tuple[int, ...] = ()
     target_kv_layers: tuple[int, ...] = ()
@@ -100,6 +105,14 @@ class Drafter(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.hooks = hooks
+
+    @classmethod
+    def read_config(cls, config: Mapping[str, Any], info: TargetInfo, *, directory: Path) -> dict[str, Any] | None:
+        """Options from a published config.json in a directory, for `NAME:DIRECTORY`; None: it is read as a DFlash's.
+
+        Raises UserError for one that cannot be honoured.
+        """
+        return None
 
     @classmethod
     def import_config(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,15 +6,15 @@ evidence that is what the part states (lookup: by match length) or what a small 
 to the fixed rule "lookup if at least two tokens match, else the block drafter". Then it is scaled by what the row's
 own rounds accepted against what was expected, kept apart by part and `Draft.kind` (lookup: match length).
 
-Parts that read no features are cheap: they always propose, and every round scores what they drafted, chosen or not.
-A part with features runs only for the rows where its record promises more than every cheap part; what it then states
-counts half beside the record, and may lose to a cheap part after all. Where it samples its drafts the record alone
-counts: which of two sources drafts may hang on the past, never on what a sample turned out to be.
+Parts that run no network are cheap (`Drafter.cheap`): they always propose, and every round scores what they drafted,
+chosen or not. The others are dear: one runs only for the rows where its record promises more than every cheap part;
+what it then states counts half beside the record, and may lose to a cheap part after all. Where it samples its drafts
+the record alone counts: which of two sources drafts may hang on the past, never on what a sample turned out to be.
 
 With prices (`DraftRequest.prices`) "more" means committed tokens per second: drafts are cut where the next one costs
-more than it promises, also to none; the time of a part with features counts; and one that does not pay is tried again
-after pauses that double. Such parts hear of tokens only when they run, many at once. And a row's record then starts
-from what all rows came to, so that a drafter that is always wrong is not tried anew with each request.
+more than it promises, also to none; the time of a dear part counts; and one that does not pay is tried again after
+pauses that double. Dear parts hear of tokens only when they run, many at once. And a row's record then starts from what
+all rows came to, so that a drafter that is always wrong is not tried anew with each request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORGET = 0.9
 RECORD_FORGET = 0.98
 """The same for what is known of all rows."""
 FIRST_PAUSE, LAST_PAUSE = 16, 256
-"""Proposals without a part with features that does not pay, before it is tried again."""
+"""Proposals without a dear part that does not pay, before it is tried again."""
 TRIED = 2
 """Draft tokens that a trial lets be verified, whatever they promise: without a verdict nothing is learnt."""
 
@@ -54,7 +54,7 @@ class ComposedState(State):
         self.rows = [Evidence(len(parts), FORGET) for _ in range(num_rows)]
         self.late = [LateCommits() for _ in parts]
         self.lazy = False
-        """Whether parts with features hear late of tokens that they did not draft: since a proposal with prices."""
+        """Whether dear parts hear late of tokens that they did not draft: since a proposal with prices."""
 
     def reset(self, row: int) -> None:
         """Empty one row in every part."""
@@ -112,10 +112,8 @@ class Composite(Drafter):
         self.names = tuple(names)
         self.parts = nn.ModuleList(drafter for _, drafter in drafters)
         self._drafters = tuple(drafter for _, drafter in drafters)  # the same modules, typed
-        self._with_features = [
-            p for p, drafter in enumerate(self._drafters) if drafter.target_layer_ids or drafter.target_kv_layers
-        ]
-        self._cheap = [p for p in range(len(drafters)) if p not in self._with_features]
+        self._cheap = [p for p, drafter in enumerate(self._drafters) if drafter.cheap]
+        self._dear = [p for p in range(len(drafters)) if p not in self._cheap]
         self.target_layer_ids = tuple(sorted({tap for d in self._drafters for tap in d.target_layer_ids}))
         self.target_kv_layers = tuple(sorted({layer for d in self._drafters for layer in d.target_kv_layers}))
         self._picks = [[self.target_layer_ids.index(tap) for tap in d.target_layer_ids] for d in self._drafters]
@@ -124,7 +122,7 @@ class Composite(Drafter):
         self.recycles = any(d.recycles for d in self._drafters)
         self._record = Evidence(len(names), RECORD_FORGET)  # of all rows so far
         self._idle, self._pauses = [0] * len(names), [FIRST_PAUSE] * len(names)
-        self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of parts with features
+        self._draft_sec, self._commit_sec = [0.0] * len(names), [0.0] * len(names)  # of a round, of dear parts
         # A part past its own limit proposes nothing, so the others may go on.
         limits = [d.max_positions for d in self._drafters]
         self.max_positions = None if None in limits else max(n for n in limits if n is not None)
@@ -139,7 +137,7 @@ class Composite(Drafter):
         if new.verdict is not None:
             self._learn(state, new, new.verdict)
         for p, (name, drafter) in enumerate(zip(self.names, self._drafters, strict=True)):
-            if p in self._with_features:
+            if not drafter.cheap:
                 self._commit_dear(state, new, p)
             else:
                 drafter.commit(state.parts[p], replace(new, features=None, verdict=_own(new.verdict, p, name)))
@@ -147,7 +145,7 @@ class Composite(Drafter):
     def _commit_dear(self, state: ComposedState, new: Commit, p: int) -> None:
         """Tokens of rows that the part has drafted go to it, with the verdict; with prices, those of others wait."""
         name, drafter, verdict = self.names[p], self._drafters[p], new.verdict
-        features = new.features
+        features = new.features if self._picks[p] else None
         if features is not None and len(self._picks[p]) < features.shape[2]:
             features = features[:, :, self._picks[p]]
         mine = list(range(len(new.rows)))
@@ -189,7 +187,7 @@ class Composite(Drafter):
 
         for p in self._cheap:
             run(p, everyone)
-        chosen = self._dear(state, request=request, choices=choices)
+        chosen = self._choose_dear(state, request=request, choices=choices)
         trial = self._trial(request, choices, chosen)
         for p, members in chosen.items():
             run(p, members)
@@ -253,15 +251,15 @@ class Composite(Drafter):
                 choices[b] = _Choice(p, value, cut, probs)
         return proposal.num_nonfinite
 
-    def _dear(
+    def _choose_dear(
         self, state: ComposedState, *, request: DraftRequest, choices: Sequence[_Choice | None]
     ) -> dict[int, list[int]]:
-        """Part with features -> rows of the request where its record promises more than every other part."""
+        """Dear part -> rows of the request where its record promises more than every other part."""
         prices, chosen = request.prices, dict[int, list[int]]()
         nothing = 1.0 / prices.forward[0] if prices else 0.0
         for b, choice in enumerate(choices):
             best, which = choice.value if choice else nothing, -1
-            for p in self._with_features:
+            for p in self._dear:
                 record = min(1.0, PRIOR_RATE * self._scale(state, row=request.rows[b], p=p, kind=0))
                 most = min(request.num_tokens[b], self._drafters[p].max_draft_tokens)
                 _, value = _best_length([record] * most, prices, self._draft_sec[p] + self._commit_sec[p])
@@ -277,7 +275,7 @@ class Composite(Drafter):
         """With prices: a part that has not paid for long, and a row without any draft for it to be tried in."""
         if request.prices is None:
             return None
-        for p in self._with_features:
+        for p in self._dear:
             if p in chosen:
                 self._idle[p], self._pauses[p] = 0, FIRST_PAUSE
             else:
@@ -305,7 +303,7 @@ class Composite(Drafter):
             for p, own in enumerate(_notes(draft)):
                 hits, tries = _agreement(own.tokens, said) if own is not None else (0, 0)
                 if own is not None and tries:
-                    expected = tries * PRIOR_RATE if p in self._with_features else sum(_stated(own)[:tries])
+                    expected = tries * PRIOR_RATE if p in self._dear else sum(_stated(own)[:tries])
                     state.rows[row].learn(p, own.kind, hits, expected)
                     self._record.learn(p, own.kind, hits, expected)
 

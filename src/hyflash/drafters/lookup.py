@@ -142,6 +142,7 @@ class DrafterImpl(Drafter):
 
     Config = LookupConfig
     trainable: ClassVar[bool] = False
+    cheap: ClassVar[bool] = True
     source: ClassVar[str] = "prompt lookup decoding (Saxena 2023)"
     config: LookupConfig
 

@@ -132,6 +132,7 @@ class DrafterImpl(Drafter):
 
     Config = RecycleConfig
     trainable: ClassVar[bool] = False
+    cheap: ClassVar[bool] = True
     source: ClassVar[str] = "Token Recycling (arXiv 2408.08696); one chain, ours"
     recycles = True
     config: RecycleConfig
