@@ -670,9 +670,11 @@ def test_data_regenerate_inspect_and_capture_work_in_a_row(
     assert seen["num_answers"] == 5
     assert seen["answers_by_domain"] == {tmp_path.name: 5}
     caught = run_json(
-        capsys, "data", "capture", str(answers), "-t", tiny, "--taps", "0,2", "--out", str(shards), "--json"
+        capsys,
+        *("data", "capture", str(answers), "-t", tiny, "--taps", "0,2", "--kv-layers", "1,0"),
+        *("--out", str(shards), "--json"),
     )
-    assert (caught["num_examples"], caught["taps"]) == (5, [0, 2])
+    assert (caught["num_examples"], caught["taps"], caught["kv_layers"]) == (5, [0, 2], [1, 0])
     assert run_json(capsys, "data", "inspect", str(shards), "--json")["num_examples"] == 5
 
 
@@ -681,6 +683,15 @@ def test_bad_taps_are_refused(tiny: str, tmp_path: Path, capsys: pytest.CaptureF
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "a", "prompt_ids": [5], "answer_ids": [6]}) + "\n")
     run_error(capsys, "data", "capture", str(answers), "-t", tiny, f"--taps={taps}", "--out", str(tmp_path / "s"))
+    rest = ("-t", tiny, "--taps", "0", f"--kv-layers={taps}", "--out", str(tmp_path / "s"))
+    run_error(capsys, "data", "capture", str(answers), *rest)
+
+
+def test_a_recipe_says_itself_whose_keys_and_values_are_captured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--recipe", "r.toml", "--kv-layers", "1", "--out", str(tmp_path / "s"))
+    assert "leave --kv-layers out" in run_error(capsys, "data", "capture", "a.jsonl", *asked)
 
 
 @pytest.fixture
