@@ -491,5 +491,5 @@ def test_options_on_the_command_line_reach_a_method_over_a_checkpoint(home: Path
     with pytest.raises(UserError, match="says what num_layers must be"):
         make(f"compact:{directory}", hooks, ["num_layers=1"])
     for spec in (str(directory), f"lookup+compact:{directory}"):
-        with pytest.raises(UserError, match="METHOD:CHECKPOINT"):
+        with pytest.raises(UserError, match="NAME or NAME:CHECKPOINT"):
             make(spec, hooks, ["ratio=0"])
