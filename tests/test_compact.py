@@ -69,7 +69,7 @@ RULES = [
 def covered(rule: Compaction, entry: tuple[int, bool]) -> list[int]:
     """Tokens that an entry stands for."""
     position, is_slot = entry
-    return list(range(position - rule.ratio, position)) if is_slot else [position]
+    return list(range(position - rule.ratio + 1, position + 1)) if is_slot else [position]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -103,7 +103,7 @@ def test_the_longest_draft_sees_no_slot_that_is_not_committed(rule: Compaction) 
     for length in range(40):
         last = int(rule.window_starts(torch.tensor(length + rule.window - 1)))
         committed = rule.slot_positions(0, rule.num_slots(length))
-        assert [p for p in rule.slot_positions(0, 60) if p <= last] == [p for p in committed if p <= last]
+        assert [p for p in rule.slot_positions(0, 60) if p < last] == [p for p in committed if p < last]
 
 
 def test_empty_places_are_seen_by_nobody() -> None:
@@ -216,6 +216,20 @@ def test_untrained_slots_change_what_is_drafted_and_so_does_forgetting(home: Pat
         with torch.no_grad():
             hidden.append(drafter(replace(batch, tokens=prompt[None], anchors=torch.tensor([[50]]))).hidden)
     assert not any(torch.allclose(a, b) for a, b in ((hidden[0], hidden[1]), (hidden[0], hidden[2]), hidden[1:]))
+
+
+def test_an_untrained_slot_is_the_last_of_its_tokens(model_dir: Path, hooks: TargetHooks) -> None:
+    """Before training the memory is that of every r-th token, keys and values and all."""
+    drafter, prompt = compact(model_dir, hooks, sink=2, window=6, ratio=3, num_draft_tokens=3), text(20, seed=2)
+    state = drafter.new_state(1)
+    rule, num = drafter.rule, 0
+    for token in prompt.tolist():
+        drafter.commit(state, Commit(rows=[0], tokens=[[token]], features=None))
+        if rule.num_slots(state.lengths[0]) > num:
+            place = rule.sink + (state.lengths[0] - 1 - rule.sink) % rule.ring
+            torch.testing.assert_close(state.slots[0][:, num], state.fixed[0, :, place], atol=1e-5, rtol=1e-4)
+            num += 1
+    assert num == 6
 
 
 def test_mirrors_of_a_foreign_checkpoint_are_copies_and_train_alone(model_dir: Path, hooks: TargetHooks) -> None:

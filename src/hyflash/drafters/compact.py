@@ -176,7 +176,7 @@ class DrafterImpl(Drafter):
         for b, row in enumerate(slots):
             places[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
         places = places.to(tokens.device)
-        last = (places - 1 - positions[:, :1]).clamp(max=tokens.shape[1] - 1)
+        last = (places - positions[:, :1]).clamp(max=tokens.shape[1] - 1)
         is_slot = torch.arange(tokens.shape[1] + num, device=tokens.device) >= tokens.shape[1]
         entries = Entries(positions=torch.cat((positions, places), dim=1), is_slot=is_slot)
         return torch.cat((tokens, tokens.gather(1, last)), dim=1), entries

@@ -1,10 +1,10 @@
 """Compact memory of an autoregressive drafter: a sink, a window, and one slot for every r tokens that left it.
 
 After MASW, "Strong Drafts Need Compact Memories" (arXiv 2608.30252). In: keys (rotated) and values of committed tokens
-and of slots, for any number of layers. Out: what queries may attend to, and a mask. A slot stands behind its r tokens,
-in the place of the next one: it reads what that one would read, and is read in the tokens' stead once the window has
-moved past them. Ours: the window begins where a slot's tokens begin, so every token before a query is seen exactly
-once, itself or in its slot; and a draft never needs a slot of tokens that are not committed yet.
+and of slots, for any number of layers. Out: what queries may attend to, and a mask. A slot stands in the place of the
+last of its r tokens: it reads what that one reads, and is read in the tokens' stead once the window has moved past them.
+Ours: that place (MASW: the next token's); and the window begins where a slot's tokens begin, so every token before a
+query is seen exactly once, itself or in its slot, and a draft never needs a slot of tokens that are not committed yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROW_SLOTS = 64
 class Entries:
     """Tokens and slots, as queries or as keys."""
 
-    positions: Tensor  # (B, N) int64; of a slot that of the token after its own
+    positions: Tensor  # (B, N) int64; of a slot that of the last of its tokens
     is_slot: Tensor  # (N,) bool
 
     def __getitem__(self, part: slice) -> Entries:
@@ -67,7 +67,7 @@ class Compaction:
 
     def slot_positions(self, first: int, last: int) -> list[int]:
         """Positions of slots first..last - 1."""
-        return [self.sink + self.ratio * (slot + 1) for slot in range(first, last)]
+        return [self.sink + self.ratio * (slot + 1) - 1 for slot in range(first, last)]
 
     def window_starts(self, positions: Tensor) -> Tensor:
         """First token of each query's window; at most the sink's end for early queries."""
@@ -78,9 +78,9 @@ class Compaction:
         """Mask (B, Q, N), True = visible. A slot also sees itself."""
         query, key = queries.positions[:, :, None], keys.positions[:, None, :]
         by_slot, start = queries.is_slot[:, None], self.window_starts(queries.positions)[:, :, None]
-        before = key < query + (~by_slot).long()  # a slot comes before the token in whose place it stands
+        before = key < query + (~by_slot).long()  # a slot is there instead of the token in whose place it stands
         token = before & ((key >= start) | (key < self.sink))
-        slot = (key <= start) | (by_slot & (key == query))
+        slot = (key < start) | (by_slot & (key == query))
         return torch.where(keys.is_slot, slot, token)
 
 
