@@ -112,7 +112,7 @@ def test_keys_and_values_are_those_of_the_torch_target(target: NativeTarget, tor
         seq = one.open()
         feed(one, seq, ids, [70, 5])  # type: ignore[arg-type]
         one.truncate(seq, 66)
-        views.append([one.kv_view(seq, layer) for layer in range(LAYERS)])
+        views.append([[part.clone() for part in one.kv_view(seq, layer)] for layer in range(LAYERS)])
         one.close(seq)
     for ours, theirs in zip(*views, strict=True):
         for a, b in zip(ours, theirs, strict=True):
