@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from hyflash import drafters
 from hyflash.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -46,3 +47,10 @@ def test_python_blocks_compile() -> None:
     assert found
     for block in found:
         compile(block, "README", "exec")
+
+
+def test_every_drafter_has_a_page_and_a_row_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in drafters.names():
+        assert (ROOT / "docs" / "drafters" / f"{name}.md").is_file(), name
+        assert re.search(rf"^\|[^|]*`{name}`", readme, flags=re.MULTILINE), name
