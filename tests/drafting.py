@@ -14,6 +14,7 @@ from hyflash import drafters
 from hyflash.core import Commit, Draft, DraftCost, DraftRequest, Proposal, TargetHooks, TrainBatch, Verdict
 from hyflash.drafters.base import Drafter, DrafterConfig, State
 from hyflash.drafters.compose import Composite
+from hyflash.ops.online_softmax import look
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lookup": ("lookup", {}),
@@ -98,6 +99,9 @@ class BatchKV:
         assert 0 <= first <= last <= int(self.batch.lengths[seq])
         both = self.batch.target_kv[seq, first:last, self.layers.index(layer)]
         return both[:, 0], both[:, 1]
+
+    def attend(self, row: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        return look(queries, *self.read(row, layer, first, last))
 
 
 def commit_spans(

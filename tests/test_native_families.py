@@ -12,6 +12,8 @@ from torch import Tensor
 from families import CONTEXT, LAYERS, feed, text
 from hyflash import environment
 from hyflash.core import KV_TYPES, Rows, TargetOutput
+from hyflash.errors import HyflashError
+from hyflash.ops.online_softmax import look
 from hyflash.targets import hf
 from hyflash.targets.base import Target
 from native_models import GGUF_MODELS, MODELS, native_dir, needs_kernels, write_gguf
@@ -118,6 +120,26 @@ def test_keys_and_values_are_those_of_the_torch_target(target: NativeTarget, tor
         for a, b in zip(ours, theirs, strict=True):
             assert a.shape == (66, target.info.num_kv_heads, target.info.head_dim)
             torch.testing.assert_close(a, b, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("kv", ["float16", "bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_attention_to_the_pages_is_attention_to_a_copy_of_them(path: Path, kv: str, num_threads: int) -> None:
+    target = native.load(path, kv=kv, num_threads=num_threads)
+    info, seq = target.info, target.open()
+    length = min(600, info.max_context)
+    feed(target, seq, text(length), [length])
+    spans = [(0, 1), (5, 70), (63, 65), (length // 2, length), (0, length)]
+    for (first, last), num, reps in zip(spans, (1, 6, 2, 6, 9), (1, 1, 2, 3, 1), strict=True):
+        torch.manual_seed(first)
+        queries = torch.randn(num, reps * info.num_kv_heads, info.head_dim) * info.head_dim**-0.5
+        for layer in range(LAYERS):
+            got = target.kv_attend(seq, layer, first, last, queries)
+            want = look(queries, *target.kv_view(seq, layer, first, last))
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    with pytest.raises(HyflashError, match=f"tokens 3 to {length + 1} are not in a cache"):
+        target.kv_attend(seq, 0, 3, length + 1, queries)
 
 
 def test_keys_are_turned_as_the_torch_target_says(target: NativeTarget, torch_target: hf.HFTarget) -> None:

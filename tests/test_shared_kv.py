@@ -23,7 +23,7 @@ from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.errors import HyflashError, UserError
 from hyflash.ops.attention import block_attention
-from hyflash.ops.online_softmax import CHUNK, EMPTY, at_anchors, attend, find, merge, nothing
+from hyflash.ops.online_softmax import CHUNK, EMPTY, at_anchors, attend, find, look, merge, nothing
 from hyflash.targets import hf
 
 torch.set_num_threads(1)
@@ -88,11 +88,29 @@ def test_only_the_window_of_the_targets_cache_is_read_in_a_proposal(name: str, t
             kv = batch.target_kv[row, first:last, drafter.target_kv_layers.index(layer)]  # type: ignore[index]
             return kv[:, 0], kv[:, 1]
 
+        def attend(self, row: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+            return look(queries, *self.read(row, layer, first, last))
+
     request = DraftRequest(rows=(0, 1, 2), anchors=anchors_of(batch, (39, 22, 0)), num_tokens=(3, 3, 3), kv=Watch())
     drafter.propose(state, request)
     spans = {(row, first, last) for row, _, first, last in seen}
-    assert spans == {(0, 31, 39), (1, 14, 22), (2, 0, 0)}
+    assert spans == {(0, 31, 39), (1, 14, 22)}, "a row without tokens asks for none"
     assert {layer for _, layer, _, _ in seen} == set(drafter.target_kv_layers)
+
+
+def test_attention_in_two_places_is_attention_to_both() -> None:
+    torch.manual_seed(0)
+    q, own = torch.randn(2, 1, 3, 4, 8), torch.randn(2, 2, 1, 3, 2, 8)
+    keys, values = torch.randn(2, 2, 9, 2, 8)
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    for causal in (False, True):
+        whole = block_attention(q, keys, values, own[0], own[1], mask, causal=causal)
+        for cut in (0, 4, 9):
+            spans = [look(q[b, 0] * 8**-0.5, keys[b, cut:], values[b, cut:]) for b in range(2)]
+            out, lse = (torch.stack(part)[:, None] for part in zip(*spans, strict=True))
+            here = (keys[:, :cut], values[:, :cut], own[0], own[1], mask[..., :cut])
+            both = block_attention(q, *here, causal=causal, elsewhere=(out, lse))
+            torch.testing.assert_close(both, whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -249,7 +249,7 @@ def test_a_drafter_sees_the_targets_keys_and_values_of_its_own_rows(target: Targ
     results = engine.generate(requests())
     assert [r.token_ids for r in results] == want
     assert len({trace.num_accepted for r in results for trace in r.rounds}) > 1
-    assert probe.num_proposals > 20
+    assert probe.num_proposals > 10
     assert probe.num_commits > 20
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 __version__ = "0.1.0"
-ABI = 3
+ABI = 4
 
 TYPES = {
     "F32": 0,
@@ -80,6 +80,16 @@ class BlockAttention(Structure):
         *[(n, c_void_p) for n in ("key_turns", "slot_turns")],
         *[(n, c_float) for n in ("eps", "scale")],
         ("out", c_void_p),
+    ]
+
+
+class KVAttention(Structure):
+    """hk_kv_attention."""
+
+    _fields_ = [
+        *[(n, c_int32) for n in ("seq", "layer", "num_queries", "num_heads")],
+        *[(n, c_int64) for n in ("first", "last")],
+        *[(n, c_void_p) for n in ("q", "out", "lse")],
     ]
 
 
@@ -232,6 +242,7 @@ _CALLS = {
     "hk_forward": (_I, [_P, POINTER(Batch)]),
     "hk_head": (_I, [_P, _P, _L, _P]),
     "hk_kv_read": (None, [_P, _I, _I, _I, _L, _L, _P]),
+    "hk_kv_attend": (_I, [_P, POINTER(KVAttention)]),
 }
 
 

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 /* Raised with every change of this file. */
-#define HK_ABI 3
+#define HK_ABI 4
 HK_API int32_t hk_abi(void);
 
 /* Name of the instruction set in use: amx, avx512, avxvnni, avx2, neon or portable; HYFLASH_KERNELS_ISA overrides.
@@ -270,6 +270,15 @@ HK_API int32_t hk_head(hk_model*, const float* hidden, int64_t rows, float* logi
 /* Keys (which 0) or values (1) of `count` tokens from `first` on as float32 (count, num_kv_heads, head_dim). */
 HK_API void hk_kv_read(const hk_model*, int32_t seq, int32_t layer, int32_t which, int64_t first, int64_t count,
                        float* out);
+/* Attention of queries of one's own to tokens first..last - 1 (at least one) of a layer, where they lie. 1: no memory. */
+typedef struct {
+  int32_t seq, layer, num_queries, num_heads; /* heads of the queries, a multiple of num_kv_heads */
+  int64_t first, last;
+  const float* q; /* (num_queries, num_heads, head_dim), scaled, and rotated as the keys are */
+  float* out;     /* the same shape */
+  float* lse;     /* (num_queries, num_heads): log of the sum of exp(score) */
+} hk_kv_attention;
+HK_API int32_t hk_kv_attend(hk_model*, const hk_kv_attention*);
 
 #ifdef __cplusplus
 }

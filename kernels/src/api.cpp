@@ -8,6 +8,7 @@
 #include "acts.h"
 #include "dispatch.h"
 #include "forward.h"
+#include "kv_attend.h"
 #include "layers.h"
 #include "pack.h"
 #include "pool.h"
@@ -210,6 +211,9 @@ void hk_kv_read(const hk_model* m, int32_t seq, int32_t layer, int32_t which, in
   for (int64_t i = 0; i < count; ++i)
     for (int head = 0; head < c.num_kv_heads; ++head, out += c.head_dim)
       read_kv(c, m->model.caches, seq, layer, head, which != 0, first + i, out);
+}
+int32_t hk_kv_attend(hk_model* m, const hk_kv_attention* a) {
+  return status([&] { kv_attend(m->workers, *kernels(), m->model, *a); });
 }
 
 }  // extern "C"

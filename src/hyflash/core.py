@@ -292,6 +292,9 @@ class TargetKV(Protocol):
     def read(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values (T, G, K) float32 of the tokens first..last-1 of a state row at a decoder layer."""
 
+    def attend(self, row: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """What scaled, rotated queries (Q, H, K) see in those tokens: outputs (Q, H, K), log-sum-exps (Q, H)."""
+
 
 class Draft(NamedTuple):
     """Draft tokens of one row, possibly none; a plain tuple, since every round makes one for each source."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyflash.ops.attention import FarContext, block_attention
+from hyflash.ops.online_softmax import Span
 from hyflash.ops.ridge import NormalEquations
 from hyflash.ops.rope import rotate
 
@@ -85,6 +86,8 @@ class LayerContext:
     memory: Callable[[Tensor], Tensor] | None = None  # normed slots (B, A, Q, D) -> addition (B, A, Q, D)
     summary: tuple[Tensor, Tensor] | None = None  # more keys (H, M, K), values (B, A, H, M, K), of each query head
     far: FarContext | None = None
+    attend: Callable[[Tensor], Span] | None = None
+    """What rotated queries (B, A, Q, H, K) see in tokens kept elsewhere: outputs alike, log-sum-exps (B, A, Q, H)."""
 
 
 class BlockAttention(nn.Module):
@@ -110,9 +113,9 @@ class BlockAttention(nn.Module):
         keys, values = self.keys_values(x)
         queries = self.q_norm(self.q_proj(x[:, :, first:]).view(*x.shape[:2], x.shape[2] - first, -1, self.head_dim))
         mask = context.mask if context.mask.shape[2] == 1 else context.mask[:, :, first:]
-        far = context.far
+        far, turned = context.far, rotate(queries, context.cos[:, :, first:], context.sin[:, :, first:])
         mixed = block_attention(
-            rotate(queries, context.cos[:, :, first:], context.sin[:, :, first:]),
+            turned,
             context.keys,
             context.values,
             rotate(keys, context.cos, context.sin),
@@ -121,6 +124,7 @@ class BlockAttention(nn.Module):
             causal=context.causal,
             summary=context.summary,
             far=None if far is None else (rotate(queries, far.cos[:, :, first:], far.sin[:, :, first:]), far),
+            elsewhere=None if context.attend is None else context.attend(turned),
         )
         out: Tensor = self.o_proj(mixed)
         return out

@@ -8,6 +8,7 @@ keys are rotated as the target rotates at the layer that is read, at absolute po
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -24,6 +25,7 @@ from hyflash.drafters.packed_drafter import PackedDrafter
 from hyflash.errors import HyflashError, UserError
 from hyflash.layers import LayerContext
 from hyflash.ops.kernels import Kernels
+from hyflash.ops.online_softmax import Span, nothing
 from hyflash.ops.rope import turn_tables
 
 Summary = tuple[Tensor, Tensor]
@@ -198,28 +200,27 @@ class SharedKVDrafter(dflash.DrafterImpl):
         anchors = torch.tensor([own.lengths[row] for row in rows], device=self.fc.weight.device)[:, None]
         contexts = []
         for i, layer in enumerate(self._sources):
-            if layer is None:
-                mask = torch.ones(len(rows), 1, 1, 0, dtype=torch.bool, device=anchors.device)
-                keys, values = self._nothing(len(rows))
-            else:
-                keys, values, mask = self._window(kv_of(request.kv), own, rows, layer)
-            contexts.append(self._context(i, keys, values, mask, anchors, self._serve_summary(i, own, rows)))
+            mask = torch.ones(len(rows), 1, 1, 0, dtype=torch.bool, device=anchors.device)
+            context = self._context(i, *self._nothing(len(rows)), mask, anchors, self._serve_summary(i, own, rows))
+            if layer is not None:
+                context = replace(context, attend=self._attend(kv_of(request.kv), own, rows, layer))
+            contexts.append(context)
         return self._hidden(self._anchors(request)[:, None], contexts, own.fixed["last"][rows][:, None])[:, 0]
 
-    def _window(self, kv: TargetKV, state: BlockState, rows: list[int], layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values (B, T, G, K) of the rows' last tokens at a layer, and which are theirs (B, 1, 1, T)."""
-        device, width = self.fc.weight.device, self.config.window
-        ends = [state.lengths[row] for row in rows]
-        firsts = [max(0, end - width) if width else 0 for end in ends]
-        spans = [kv.read(row, layer, first, end) for row, first, end in zip(rows, firsts, ends, strict=True)]
-        counts = torch.tensor([len(keys) for keys, _ in spans], device=device)
-        mask = torch.arange(int(counts.max()), device=device) < counts[:, None]
-        if len(spans) == 1:
-            return spans[0][0][None], spans[0][1][None], mask[:, None, None]
-        keys, values = (
-            torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*spans, strict=True)
-        )
-        return keys, values, mask[:, None, None]
+    def _attend(self, kv: TargetKV, state: BlockState, rows: list[int], layer: int) -> Callable[[Tensor], Span]:
+        """What queries (B, 1, Q, H, K) see in the rows' last tokens at a layer."""
+        width, scale = self.config.window, self.config.head_dim**-0.5
+
+        def attend(queries: Tensor) -> Span:
+            found = []
+            for row, asked in zip(rows, queries[:, 0] * scale, strict=True):
+                end = state.lengths[row]
+                first = max(0, end - width) if width else 0
+                found.append(kv.attend(row, layer, first, end, asked) if end else nothing(asked.float()))
+            out, lse = (torch.stack(part)[:, None].to(queries.device) for part in zip(*found, strict=True))
+            return out, lse
+
+        return attend
 
     def _serve_summary(self, index: int, state: BlockState, rows: list[int]) -> Summary | None:
         """As in training, for rows of the state."""

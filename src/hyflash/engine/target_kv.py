@@ -22,3 +22,7 @@ class RowKV:
     def read(self, row: int, layer: int, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Keys and values (T, G, K) of tokens first..last-1. Raises HyflashError for tokens that are not there."""
         return self._target.kv_view(self.seqs[row], layer, first, last)
+
+    def attend(self, row: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries (Q, H, K) see in tokens first..last-1, at least one. Raises as `read`."""
+        return self._target.kv_attend(self.seqs[row], layer, first, last, queries)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hyflash.ops.online_softmax import Span, merge
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FarContext:
@@ -59,14 +61,16 @@ def block_attention(
     causal: bool,
     far: tuple[Tensor, FarContext] | None = None,
     summary: tuple[Tensor, Tensor] | None = None,
+    elsewhere: Span | None = None,
 ) -> Tensor:
     """Attend from the last Q slots of each block to the context and to the block.
 
     In: q (B, A, Q, H, K); context_k, context_v (B, T, G, K); block_k, block_v (B, A, S, G, K) with Q <= S;
     mask (B, A, 1 or Q, T) bool, True = visible; `causal` hides later slots of the block; `far` queries
     (B, A, Q, H, K) and what they see; `summary` adds keys (H, M, K) and values (B, A, H, M, K) of each query head,
-    visible to all slots. T may be 0. Out: (B, A, Q, H * K). Scores and softmax are float32. One softmax over scores s
-    and kappa s + ln w is the attention to each part merged by log-sum-exp, the far one with weight w.
+    visible to all slots; `elsewhere` is what the queries have found in other tokens already, outputs (B, A, Q, H, K)
+    and log-sum-exps (B, A, Q, H). T may be 0. Out: (B, A, Q, H * K). Scores and softmax are float32. One softmax over
+    scores s and kappa s + ln w is the attention to each part merged by log-sum-exp, the far one with weight w.
     """
     num_rows, num_anchors, num_queries, num_heads, dim = q.shape
     groups, num_slots = context_k.shape[2], block_k.shape[2]
@@ -88,8 +92,8 @@ def block_attention(
     if summary is not None:
         more = torch.einsum("baqhk,hmk->bahqm", q.mul(dim**-0.5), summary[0].to(q.dtype)).float()
         parts.append(torch.unflatten(more, 2, (groups, reps)).transpose(1, 2))
-    mixed = torch.cat(parts, dim=-1).softmax(-1).to(block_v.dtype)
-    weights = torch.split(mixed, [part.shape[-1] for part in parts], dim=-1)
+    scores = torch.cat(parts, dim=-1)
+    weights = torch.split(scores.softmax(-1).to(block_v.dtype), [part.shape[-1] for part in parts], dim=-1)
     out = _mixed(weights[0], context_v)
     to_near = weights[1].transpose(1, 2).reshape(num_rows, num_anchors, groups, reps * num_queries, num_slots)
     own = to_near @ block_v.permute(0, 1, 3, 2, 4)
@@ -99,6 +103,10 @@ def block_attention(
     if summary is not None:
         rest = weights[-1].transpose(1, 2).flatten(2, 3)  # (B, A, H, Q, M)
         out = out + (rest @ summary[1].to(rest.dtype)).transpose(2, 3).view_as(out)
+    if elsewhere is not None:
+        here = out.float(), scores.logsumexp(-1).permute(0, 2, 4, 1, 3)
+        merged, _ = merge(here, (elsewhere[0].view_as(out).float(), elsewhere[1].view(out.shape[:-1])))
+        out = merged.to(out.dtype)
     return out.reshape(num_rows, num_anchors, num_queries, num_heads * dim)
 
 

@@ -75,8 +75,20 @@ def at_anchors(queries: Tensor, keys: Tensor, values: Tensor, anchors: Tensor) -
 
 def find(queries: Tensor, keys: Tensor, values: Tensor) -> Span:
     """What queries (H, M, K) find in keys and values (T, G, K): outputs (H, M, K), log-sum-exps (H, M), float32."""
-    heads, width = queries.shape[0], queries.shape[-1]
-    asked = (queries.float() * width**-0.5).view(keys.shape[1], -1, width)
-    scores = torch.einsum("gmk,tgk->gmt", asked, keys.float())
+    out, lse = look((queries.float() * queries.shape[-1] ** -0.5).transpose(0, 1), keys, values)
+    return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def look(queries: Tensor, keys: Tensor, values: Tensor) -> Span:
+    """What scaled queries (Q, H, K) see in keys and values (T, G, K): outputs (Q, H, K), log-sum-exps (Q, H),
+    float32."""
+    num, heads, width = queries.shape
+    groups = keys.shape[1]
+    asked = queries.float().view(num, groups, -1, width)
+    scores = torch.einsum("qgrk,tgk->gqrt", asked, keys.float()).flatten(1, 2)
     out, lse = attend(scores, values.float().transpose(0, 1), torch.ones_like(scores, dtype=torch.bool))
-    return out.reshape(heads, -1, width), lse.reshape(heads, -1)
+    by_query = (num, heads)
+    return (
+        torch.unflatten(out, 1, (num, -1)).transpose(0, 1).reshape(*by_query, width),
+        torch.unflatten(lse, 1, (num, -1)).transpose(0, 1).reshape(by_query),
+    )

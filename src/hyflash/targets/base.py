@@ -17,6 +17,7 @@ from torch import Tensor
 from hyflash.core import Rows, TargetHooks, TargetInfo, TargetOutput
 from hyflash.errors import HyflashError, UserError
 from hyflash.ops.kernels import Kernels
+from hyflash.ops.online_softmax import look
 
 Exactness = Literal["invariant", "recheck", "off"]
 
@@ -74,6 +75,14 @@ class Target(ABC):
         Raises UserError where a target cannot, HyflashError for tokens that are not in the cache.
         """
         raise UserError(f"{self.info.name} does not show its keys and values.")
+
+    def kv_attend(self, seq: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries (Q, H, K) see in a sequence's tokens first..last-1 (at least one) at a layer, where they lie.
+
+        Queries are scaled, and rotated in the rotate-half order. Out: outputs (Q, H, K) and log-sum-exps (Q, H), both
+        float32. Raises as `kv_view`.
+        """
+        return look(queries, *self.kv_view(seq, layer, first, last))
 
     def _kv_span(self, seq: int, layer: int, first: int, last: int | None) -> tuple[int, int]:
         """Checked bounds of `kv_view`."""

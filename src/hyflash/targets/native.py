@@ -175,6 +175,30 @@ class NativeTarget(Target):
             keys = torch.cat((keys[..., :width:2], keys[..., 1:width:2], keys[..., width:]), dim=-1)
         return keys, out[1]
 
+    def kv_attend(self, seq: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """By the kernels, in the pages themselves; see `Target.kv_attend`. Raises HyflashError without memory."""
+        first, last = self._kv_span(seq, layer, first, last)
+        if self._spec.rope_interleaved:
+            half = len(self._spec.ropes[0].frequencies)
+            turned = torch.stack((queries[..., :half], queries[..., half : 2 * half]), dim=-1).flatten(-2)
+            queries = torch.cat((turned, queries[..., 2 * half :]), dim=-1)
+        asked = queries.float().contiguous()
+        out, lse = torch.empty_like(asked), torch.empty(asked.shape[:2])
+        request = hk.KVAttention(
+            seq=seq,
+            layer=layer,
+            num_queries=asked.shape[0],
+            num_heads=asked.shape[1],
+            first=first,
+            last=last,
+            q=asked.data_ptr(),
+            out=out.data_ptr(),
+            lse=lse.data_ptr(),
+        )
+        if self._lib.hk_kv_attend(self._model, ctypes.byref(request)):
+            raise HyflashError("there is no memory to attend to the target's keys and values.")
+        return out, lse
+
     def forward(self, rows: Rows) -> TargetOutput:
         """One forward of packed rows; see `Target.forward`."""
         self._check(rows)

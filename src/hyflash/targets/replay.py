@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hyflash.core import Rows, TargetHooks, TargetOutput
 from hyflash.errors import UserError
+from hyflash.ops.online_softmax import look
 from hyflash.targets.base import Exactness, Target
 
 
@@ -35,6 +36,10 @@ class Recording:
             raise UserError(f"the recording has no keys and values of layer {layer}, but {list(self.kv_layers)}.")
         both = self.kv[first:last, self.kv_layers.index(layer)].float()
         return both[:, 0], both[:, 1]
+
+    def attend(self, row: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """As a `TargetKV`; raises as `read`."""
+        return look(queries, *self.read(row, layer, first, last))
 
 
 class ReplayTarget(Target):
