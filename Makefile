@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint types kernels-test kernels-sanitize bench peers docs clean
+.PHONY: setup demo test lint types kernels-test kernels-sanitize bench study peers docs clean
 
 setup: $(VENV)/.ready $(VENV)/.kernels
 
@@ -54,6 +54,14 @@ kernels-sanitize: setup
 bench: setup
 	$(BIN)/hyflash pull smollm2-135m
 	$(BIN)/hyflash bench --prompts demo
+
+# The long-context study (docs/study.md), hours, in stages that go on where they stopped: make study DATA=folder
+STUDY ?= recipes/study.toml
+study: setup
+	@test -n "$(DATA)" || { echo 'Say where the public data lies: make study DATA=folder (see docs/study.md).' >&2; exit 1; }
+	$(BIN)/pip install --quiet -e '.[report]'
+	$(BIN)/hyflash pull smollm2-135m
+	$(BIN)/python benchmarks/study.py $(STUDY) --data $(DATA)
 
 # llama.cpp is built from source for this very machine: its prebuilt wheels leave the faster instructions unused. GCC
 # takes parts of its AMX set-up for dead stores and drops them (llama.cpp's pull request 26954), hence the flags.
