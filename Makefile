@@ -56,7 +56,7 @@ bench: setup
 	$(BIN)/hyflash bench --prompts demo
 
 # The long-context study (docs/study.md), hours, in stages that go on where they stopped: make study DATA=folder
-STUDY ?= recipes/study.toml
+STUDY ?= benchmarks/study.toml
 study: setup
 	@test -n "$(DATA)" || { echo 'Say where the public data lies: make study DATA=folder (see docs/study.md).' >&2; exit 1; }
 	$(BIN)/pip install --quiet -e '.[report]'

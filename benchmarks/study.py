@@ -1,4 +1,4 @@
-"""The long-context study, from prompts to tables: `python benchmarks/study.py recipes/study.toml --data DATA_DIR`.
+"""The long-context study, from prompts to tables: `python benchmarks/study.py benchmarks/study.toml --data DATA_DIR`.
 
 In: a TOML file that names target, training budget and arms, and a folder of public data (see `recipes/long_prompts.py`
 and `recipes/smol_prompts.py`). Out: under `--out` the prompts, the target's answers, captures, one run for each arm and

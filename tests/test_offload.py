@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from block_fakes import ask, commit_prefix, fake_batch
-from drafting import tiny_drafter
+from drafting import ask, filled, random_batch, tiny_drafter
 from hyflash import checkpoint, drafters, environment
 from hyflash.core import Request, SamplingParams
 from hyflash.drafters.base import Drafter
@@ -116,10 +115,9 @@ def test_weights_come_back_when_there_is_room_for_them_for_a_while(tmp_path: Pat
 def test_weights_that_came_back_are_those_that_went(tmp_path: Path, spec: str, options: dict[str, object]) -> None:
     drafter, machine = saved(tmp_path, spec, **options), Machine(free=0)
     before = {name: t.clone() for name, t in (*drafter.named_parameters(), *drafter.named_buffers())}
-    state, batch = drafter.new_state(1), fake_batch(drafter, lengths=(23,))
-    commit_prefix(drafter, state, batch, [20])
-    request = ask(batch.tokens[:, 20])
-    want = drafter.propose(state, request)
+    batch = random_batch(drafter, (23,))
+    state = filled(drafter, batch, (20,))
+    want = ask(drafter, state, (0,), batch.tokens[:, 20].tolist(), batch=batch)
     offload = watch(drafter, machine)
     rounds(offload, machine, 2 * PATIENCE_SEC)
     held = [*drafter.parameters(), *drafter.buffers()]
@@ -130,8 +128,7 @@ def test_weights_that_came_back_are_those_that_went(tmp_path: Path, spec: str, o
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not drafter.training
-    got = drafter.propose(state, request)
-    assert got == want
+    assert ask(drafter, state, (0,), batch.tokens[:, 20].tolist(), batch=batch) == want
 
 
 def test_only_the_parts_with_weights_of_a_composition_leave(tmp_path: Path) -> None:
