@@ -387,12 +387,11 @@ def test_a_summary_remembers_the_committed_tokens_alone(target: hf.HFTarget) -> 
     assert not torch.equal(state.snapshot(0)["fixed"]["lse.0"], saved["lse.0"])
 
 
-def test_a_target_with_fewer_layers_than_attentions_asks_for_a_choice(target: hf.HFTarget) -> None:
-    """Fewer layers than attentions would leave one without a layer of its own."""
+def test_a_target_with_fewer_layers_than_attentions_has_one_read_twice(target: hf.HFTarget) -> None:
     hooks = replace(target.hooks(), info=replace(target.info, num_layers=1))
-    config = LongSparkConfig.tiny()
-    with pytest.raises(UserError, match="expected 2 layers"):
-        config.resolved(hooks)
+    assert LongSparkConfig.tiny().resolved(hooks).kv_layers == (0, 0)
+    with pytest.raises(UserError, match="expected 2 layers from 0 to 0"):
+        LongSparkConfig.tiny().model_copy(update={"target_kv_layers": (0, 1)}).resolved(hooks)
 
 
 def test_the_methods_are_found() -> None:

@@ -32,11 +32,11 @@ Summary = tuple[Tensor, Tensor]
 
 
 def upper_layers(num_layers: int, count: int) -> tuple[int, ...]:
-    """Layers spread over the upper half: 17, 25 and 34 of 36, as H-Spec reads them. Fewer where there are few."""
+    """Layers spread over the upper half: 17, 25 and 34 of 36, as H-Spec reads them. Some twice where there are few."""
     first, last = num_layers // 2 - 1, num_layers - 2
     if count == 1:
         return (max(0, last),)
-    return tuple(sorted({max(0, first + (last - first) * i // (count - 1)) for i in range(count)}))
+    return tuple(max(0, first + (last - first) * i // (count - 1)) for i in range(count))
 
 
 class SharedKVConfig(DFlashConfig):
