@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {}),
     "eagle-window": ("eagle", {"window": 8, "draft_vocab_size": 32, "tap_norm": False, "norm_output": False}),
     "eagle-own-head": ("eagle", {"own_head": True, "draft_vocab_size": 32, "loss": "ce"}),
+    "eagle-slots": ("eagle", {"window": 8, "sink": 2, "slot_ratio": 4, "draft_vocab_size": 32}),
     "lookup+hyflash": ("lookup+hyflash", {}),
     "fold": ("fold", {}),
     "fold-window": ("fold", {"far_weight": 0.0}),

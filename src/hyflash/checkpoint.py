@@ -190,7 +190,8 @@ def _load_one(spec: str, hooks: TargetHooks, given: Mapping[str, Any]) -> Drafte
         _refuse_side_files(path)
     method = drafters.load_class(name or own)
     upgrade = bool(name) and name != own
-    if fixed := sorted(given.keys() & values.keys()):
+    own_say = {key for key, value in values.items() if value or key not in method.addable}
+    if fixed := sorted(given.keys() & own_say):
         raise UserError(f"{path} says what {', '.join(fixed)} must be; leave out what its own config has.")
     options = method.Config.parse({**(method.import_config(values) if upgrade else values), **given}, where=where)
     drafter = method(options, hooks)

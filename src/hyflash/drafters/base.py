@@ -73,6 +73,8 @@ class Drafter(nn.Module, ABC):
     optional_tensors: ClassVar[tuple[str, ...]] = ()
     """Name patterns of tensors that a checkpoint of another method may lack; they keep their fresh values."""
 
+    addable: ClassVar[tuple[str, ...]] = ()
+    """Options that may be given to a checkpoint whose own value is 0: parts and limits that it can be given later."""
     tunable: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Options that may change under the same weights, with the values that `hyflash calibrate` tries, in this order."""
     owns_words: ClassVar[bool] = False

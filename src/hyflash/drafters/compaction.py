@@ -2,9 +2,10 @@
 
 After MASW, "Strong Drafts Need Compact Memories" (arXiv 2608.30252). In: keys (rotated) and values of committed tokens
 and of slots, for any number of layers. Out: what queries may attend to, and a mask. A slot stands in the place of the
-last of its r tokens: it reads what that one reads, and is read in their stead once the window has moved past them.
-Ours: that place (MASW: the next token's); and the window begins where a slot's tokens begin, so every token before a
-query is seen exactly once, itself or in its slot, and a draft never needs a slot of tokens that are not committed yet.
+last of its r tokens: it reads what that one reads (if keys are made by reading), and is read in the tokens' stead once
+the window has moved past them. Ours: that place (MASW: the next token's); and the window begins where a slot's tokens
+begin, so every token before a query is seen exactly once, itself or in its slot, and a draft never needs a slot of
+tokens that are not committed yet.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hyflash.drafters.mirrors import mirror
 from hyflash.layers import MLP, RMSNorm, init_linear
 from hyflash.ops.attention import block_attention
 from hyflash.ops.rope import rotate
@@ -30,10 +31,19 @@ class Chain:
 
 
 class PairAttention(nn.Module):
-    """Attention whose queries, keys and values are of pairs (..., 2D)."""
+    """Attention whose queries, keys and values are of pairs (..., 2D); slots have projections of their own."""
 
     def __init__(
-        self, dim: int, *, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, bias: bool, qk_norm: bool
+        self,
+        dim: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        bias: bool,
+        qk_norm: bool,
+        mirrored: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -43,10 +53,13 @@ class PairAttention(nn.Module):
         self.o_proj = init_linear(nn.Linear(num_heads * head_dim, dim, bias=bias))
         self.q_norm = RMSNorm(head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(head_dim, eps) if qk_norm else None
+        if mirrored:
+            self.slot_k_proj, self.slot_v_proj = mirror(self.k_proj), mirror(self.v_proj)
 
-    def keys_values(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet rotated, and values (..., G, K) of pairs (..., 2D)."""
-        keys, values = (self._heads(proj(pairs)) for proj in (self.k_proj, self.v_proj))
+    def keys_values(self, pairs: Tensor, *, of_slots: bool = False) -> tuple[Tensor, Tensor]:
+        """Keys, not yet rotated, and values (..., G, K) of pairs (..., 2D), or of slots by the mirrored projections."""
+        projections = (self.slot_k_proj, self.slot_v_proj) if of_slots else (self.k_proj, self.v_proj)
+        keys, values = (self._heads(proj(pairs)) for proj in projections)
         return keys if self.k_norm is None else self.k_norm(keys), values
 
     def step(self, pairs: Tensor, chain: Chain) -> Tensor:
@@ -71,7 +84,7 @@ class PairAttention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], -1, self.head_dim)
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)
 
 
 class PairLayer(nn.Module):
@@ -89,6 +102,7 @@ class PairLayer(nn.Module):
         bias: bool,
         qk_norm: bool,
         norm_before_residual: bool,
+        mirrored: bool = False,
     ) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
@@ -102,13 +116,14 @@ class PairLayer(nn.Module):
             eps=eps,
             bias=bias,
             qk_norm=qk_norm,
+            mirrored=mirrored,
         )
         self.post_attention_layernorm = RMSNorm(dim, eps)
         self.mlp = MLP(dim, inner)
 
-    def keys_values(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, not yet rotated, and values (..., G, K) of committed pairs (..., D) and (..., D)."""
-        return self.self_attn.keys_values(self._pairs(embeds, self.hidden_norm(features)))
+    def pairs(self, embeds: Tensor, features: Tensor) -> Tensor:
+        """Committed tokens (..., D) and the features (..., D) before them as the attention reads them: (..., 2D)."""
+        return self._pairs(embeds, self.hidden_norm(features))
 
     def forward(self, embeds: Tensor, features: Tensor, chain: Chain) -> Tensor:
         """Features (B, A, D) after the next step of a chain."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyflash.core import TargetInfo
+from hyflash.drafters.mirrors import mirror, with_mirrors
 from hyflash.drafters.zlab import rope_theta
 from hyflash.errors import UserError
 from hyflash.layers import MLP, RMSNorm, init_linear
@@ -43,7 +44,6 @@ _SIZES = {
 }
 _OLD_BASE = {"rope_theta": 10_000.0}
 """What the first Llamas leave unsaid."""
-_MIRRORED = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,8 @@ class SlotAttention(nn.Module):
         self.v_proj = init_linear(nn.Linear(dim, width, bias=sizes.bias))
         self.o_proj = init_linear(nn.Linear(inner, dim, bias=False))
         if sizes.mirrored:
-            self.slot_k_proj = init_linear(nn.Linear(dim, width, bias=sizes.bias))
-            self.slot_v_proj = init_linear(nn.Linear(dim, width, bias=sizes.bias))
-            self.mirror()
-
-    @torch.no_grad()
-    def mirror(self) -> None:
-        """Slots start with the projections of tokens; from random ones they never catch up (MASW)."""
-        self.slot_k_proj.load_state_dict(self.k_proj.state_dict())
-        self.slot_v_proj.load_state_dict(self.v_proj.state_dict())
+            self.slot_k_proj = mirror(self.k_proj)
+            self.slot_v_proj = mirror(self.v_proj)
 
     def keys_values(self, x: Tensor, reading: Reading) -> Tensor:
         """Rotated keys and values (B, N, 2, G, K) of normed x (B, N, D)."""
@@ -181,10 +174,7 @@ def own_names(weights: Mapping[str, Tensor], *, mirrored: bool, tied: bool) -> d
         if short.endswith("rotary_emb.inv_freq") or (tied and short == "lm_head.weight"):
             continue
         out[short] = tensor
-        for part in _MIRRORED:
-            if mirrored and f".{part}." in short:
-                out[short.replace(part, f"slot_{part}")] = tensor
-    return out
+    return with_mirrors(out) if mirrored else out
 
 
 def _check_vocab(found: int, info: TargetInfo, directory: Path) -> None:
