@@ -259,6 +259,14 @@ def test_lookup_needs_no_card_and_is_healthy(pair: Pair) -> None:
     assert found.drafter == "lookup"
 
 
+def test_recycling_is_probed_on_the_target_itself(pair: Pair) -> None:
+    first, second = examine(pair.target, pair.tokenizer, "lookup+recycle", name="tiny")
+    assert second.healthy, second.checks
+    assert first.probe is not None
+    assert second.probe is not None
+    assert second.probe.num_tokens == first.probe.num_tokens, "the same answers"
+
+
 def test_each_part_of_a_composition_is_examined(pair: Pair, tmp_path: Path) -> None:
     checkpoint.save(pair.drafter, tmp_path / "mine", card=pair.card, dtype="fp32")
     parts = examine(pair.target, pair.tokenizer, f"lookup+{tmp_path / 'mine'}", name="tiny")

@@ -279,7 +279,7 @@ def _probe(
 ) -> None:
     recordings = _Recordings(target, drafter, answers)
     length = min(PROBE_DRAFT_TOKENS, drafter.max_draft_tokens)
-    base = measure(drafter, recordings.shifted(0), length)
+    base = measure(drafter, recordings.shifted(0), length, target=target)
     diagnosis.probe = summarize(base)
     diagnosis.expected_tau = _expected(card)
     better = _better_variant(drafter, recordings, base, length, search=_is_low(diagnosis))

@@ -59,14 +59,20 @@ def record(
 
 
 def measure(
-    drafter: Drafter, recordings: Sequence[Recording], num_draft_tokens: int, *, max_rows: int = 16
+    drafter: Drafter,
+    recordings: Sequence[Recording],
+    num_draft_tokens: int,
+    *,
+    max_rows: int = 16,
+    target: Target | None = None,
 ) -> list[Result]:
     """Replay each recording that has an answer to its end, with a fixed draft length. No replay knows what the target
-    says after rejected drafts, so it is not for drafters that recycle that."""
-    if drafter.recycles:
+    says after rejected drafts, so a drafter that recycles that runs on the `target` itself, over greedy answers;
+    without one it is refused."""
+    if drafter.recycles and target is None:
         raise HyflashError("a drafter that recycles what the target says cannot be replayed.")
     kept = [r for r in recordings if r.answer_ids]
-    replay = ReplayTarget(drafter.hooks, list(kept))
+    replay = target if target is not None and drafter.recycles else ReplayTarget(drafter.hooks, list(kept))
     engine = Engine(replay, drafter, policy=FixedLength(num_draft_tokens), max_rows=max(1, min(max_rows, len(kept))))
     return engine.generate(
         [
