@@ -23,6 +23,12 @@ from typing import Any
 from hyflash.metrics import counts_difference, counts_interval
 
 ROOT = Path(__file__).resolve().parents[1]
+HYFLASH = (
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'hyflash'; from hyflash.cli import main; sys.exit(main())",
+)
+"""The command, whether installed or not."""
 Counts = list[tuple[int, int]]
 """(committed tokens, rounds) of each prompt."""
 
@@ -95,8 +101,7 @@ def run(*words: object) -> None:
 
 def hyflash(*words: object) -> None:
     """A command of hyflash."""
-    start = "import sys; sys.argv[0] = 'hyflash'; from hyflash.cli import main; sys.exit(main())"
-    run(sys.executable, "-c", start, *words)
+    run(*HYFLASH, *words)
 
 
 def prompts(plan: Plan) -> None:
@@ -193,8 +198,7 @@ def recall(plan: Plan) -> None:
 
 
 def _to_file(path: Path, *words: object) -> None:
-    start = "import sys; sys.argv[0] = 'hyflash'; from hyflash.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, *map(str, words)]
+    command = [*HYFLASH, *map(str, words)]
     print("$", shlex.join(command), ">", path, flush=True)
     part = path.with_suffix(".part")
     with part.open("w") as file:
