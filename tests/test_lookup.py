@@ -7,30 +7,17 @@ import random
 import tracemalloc
 
 import pytest
-from torch import Tensor
 
 from drafting import judged
-from hyflash.core import Commit, Draft, DraftRequest, Proposal, TargetHooks, TargetInfo, Verdict
+from hyflash.core import Commit, Draft, DraftRequest, Proposal, Verdict
 from hyflash.drafters import load_class, names, summary
 from hyflash.drafters.lookup import PRIOR_RATES, DrafterImpl, LookupConfig, LookupState
 from hyflash.errors import UserError
-
-
-def hooks() -> TargetHooks:
-    info = TargetInfo(
-        name="toy", fingerprint="0", family="toy", vocab_size=100, hidden_size=8, intermediate_size=8, num_layers=2,
-        num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, max_context=4096,
-        eos_token_ids=(0,), dtype="float32",
-    )  # fmt: skip
-
-    def none(ids: Tensor) -> Tensor:
-        raise AssertionError("lookup uses no weights of the target")
-
-    return TargetHooks(info=info, embed=none, head=none, head_rows=none)
+from toys import weightless_hooks
 
 
 def make(**options: int) -> DrafterImpl:
-    return DrafterImpl(LookupConfig.parse(options, where="test"), hooks())
+    return DrafterImpl(LookupConfig.parse(options, where="test"), weightless_hooks())
 
 
 def feed(drafter: DrafterImpl, state: LookupState, *texts: list[int], verdict: Verdict | None = None) -> None:

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from hyflash.core import (
     Commit,
@@ -14,8 +13,6 @@ from hyflash.core import (
     DraftRequest,
     Request,
     SamplingParams,
-    TargetHooks,
-    TargetInfo,
     TargetOutput,
     Verdict,
 )
@@ -25,26 +22,13 @@ from hyflash.engine.length import FixedLength
 from hyflash.engine.replay import Recording, measure
 from hyflash.engine.verify import replies
 from hyflash.errors import HyflashError
-from toys import ScriptDrafter, ToyTarget
+from toys import ScriptDrafter, ToyTarget, weightless_hooks
 
 NONE = Draft()
 
 
-def hooks() -> TargetHooks:
-    info = TargetInfo(
-        name="toy", fingerprint="0", family="toy", vocab_size=100, hidden_size=8, intermediate_size=8, num_layers=2,
-        num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-5, max_context=4096,
-        eos_token_ids=(0,), dtype="float32",
-    )  # fmt: skip
-
-    def none(ids: Tensor) -> Tensor:
-        raise AssertionError("recycling uses no weights of the target")
-
-    return TargetHooks(info=info, embed=none, head=none, head_rows=none)
-
-
 def make(**options: int) -> DrafterImpl:
-    return DrafterImpl(RecycleConfig.parse(options, where="test"), hooks())
+    return DrafterImpl(RecycleConfig.parse(options, where="test"), weightless_hooks())
 
 
 def feed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ def toy_info(vocab_size: int = 32, *, max_context: int = 512, eos: tuple[int, ..
         intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6,
         max_context=max_context, eos_token_ids=eos, dtype="float32",
     )  # fmt: skip
+
+
+def weightless_hooks() -> TargetHooks:
+    """Of a target whose weights no drafter may touch."""
+
+    def none(ids: Tensor) -> Tensor:
+        raise AssertionError("this drafter uses no weights of the target")
+
+    info = replace(toy_info(100, max_context=4096, eos=(0,)), hidden_size=8, num_layers=2)
+    return TargetHooks(info=info, embed=none, head=none, head_rows=none)
 
 
 class ToyTarget(Target):

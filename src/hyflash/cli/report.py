@@ -135,8 +135,13 @@ def size(num_bytes: int) -> str:
 
 def memory(footprints: Sequence[Mapping[str, Any]]) -> list[str]:
     """Drafter bytes of one text by context, for people; one line, none without footprints."""
-    parts = []
-    for one in footprints:
-        found = one["measured_bytes"]
-        parts.append(f"{one['context'] // 1000}k {size(one['computed_bytes'])}" + ("" if found is None else " (found)"))
+    parts = [
+        bytes_at(one["context"], one["computed_bytes"]) + ("" if one["measured_bytes"] is None else " (found)")
+        for one in footprints
+    ]
     return [f"memory of a text: {', '.join(parts)}"] if parts else []
+
+
+def bytes_at(context: int, num_bytes: int) -> str:
+    """Bytes at a context in thousands of tokens."""
+    return f"{context // 1000}k {size(num_bytes)}"

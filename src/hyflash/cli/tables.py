@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hyflash.cli.report import size
+from hyflash.cli.report import bytes_at, size
 from hyflash.metrics import mean_over_domains
 
 
@@ -40,8 +40,8 @@ def print_rows(table: dict[str, Any]) -> None:
         console.print(line)
     for name, row in {row["drafter"]: row for row in table["results"]}.items():
         found = max(one["measured_bytes"] for one in table["results"] if one["drafter"] == name)
-        bytes_at = ", ".join(f"{int(k) // 1000}k {size(v)}" for k, v in row["computed_bytes"].items())
-        console.print(f"memory of a text, {name}: {bytes_at}; most found here {size(found)}")
+        computed = ", ".join(bytes_at(int(context), count) for context, count in row["computed_bytes"].items())
+        console.print(f"memory of a text, {name}: {computed}; most found here {size(found)}")
     for row in table["differences"]:
         low, high = row["interval"]
         console.print(
