@@ -32,8 +32,9 @@ demo: setup
 	$(BIN)/hyflash generate --compare -n 200 $(DEMO)
 	$(BIN)/hyflash bench --prompts demo --limit 2 -n 128
 
+# Side by side on up to four cores: a process holds about 1 GB.
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4
 
 lint: setup
 	$(BIN)/ruff check .

@@ -86,21 +86,13 @@ def feed(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 # ----------------------------------------------------------------------------------------------- help
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_but_the_command_line() -> None:
     code = (
-        "import sys; from hyflash.cli import main; assert main(['--help']) == 0;"
-        "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'transformers', 'pydantic', 'numpy'}))"
+        "import sys; old = set(sys.modules); from hyflash.cli import main; assert main(['--help']) == 0;"
+        "print(*{m.split('.')[0] for m in set(sys.modules) - old} - set(sys.stdlib_module_names))"
     )
-    best = 9.9
-    for _ in range(12):  # a busy machine counts waiting for memory as work
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.stdout.splitlines()[-1] == "[]"
-        if best < 0.3:
-            break
-    assert best < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.splitlines()[-1].split()) <= {"hyflash", "typer", "rich", "shellingham", "annotated_doc"}
 
 
 @pytest.mark.parametrize("command", [*([c] for c in COMMANDS), *DATA_COMMANDS], ids=" ".join)

@@ -372,7 +372,7 @@ def refusal(path: Path | str, **options: str) -> str:
         hf.load(str(path), **options)  # type: ignore[arg-type]
     message = str(caught.value)
     assert "\n" not in message
-    assert len(message) < 400
+    assert len(message.replace(str(path), "MODEL")) < 400
     return message
 
 
