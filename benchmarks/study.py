@@ -54,9 +54,11 @@ class Plan:
     answer_tokens: int
     draft_tokens: int
     short_prompts: int
+    long_prompts: int
+    """Of each, how many are answered for training."""
     per_kind: int
     per_cell: int
-    """Long prompts for training, of each kind; for the test, of each kind and context."""
+    """Long prompts made for training, of each kind; for the test, of each kind and context."""
     training: tuple[str, ...]
     kv_layers: tuple[int, ...]
     arms: tuple[Arm, ...]
@@ -122,7 +124,8 @@ def prompts(plan: Plan) -> None:
 def answers(plan: Plan) -> None:
     """The target's answers to the long training prompts."""
     if not (plan.out / "long.done").exists():
-        hyflash(*_regenerate(plan, plan.out / "train.jsonl", plan.out / "long-answers.jsonl"))
+        long = _regenerate(plan, plan.out / "train.jsonl", plan.out / "long-answers.jsonl")
+        hyflash(*long, "--limit", plan.long_prompts)
         (plan.out / "long.done").touch()
 
 
