@@ -317,7 +317,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
     runs: dict[str, Run] = {}
     for path in _unique(paths):
         for number, value in _objects(path):
-            line = _recognise(value, f"{path}:{number}")
+            line = recognise(value, f"{path}:{number}")
             same = json.dumps(value, sort_keys=True, ensure_ascii=False)
             if same not in runs:
                 runs[same] = Run(number=len(runs) + 1, source=f"{path}:{number}", line=line)
@@ -355,7 +355,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _recognise(value: Any, where: str) -> Line:
+def recognise(value: Any, where: str) -> Line:
     """The line as the measurement that wrote it has it. Raises UserError."""
     kind = _kind(value) if isinstance(value, dict) else None
     if kind is None:
