@@ -213,6 +213,24 @@ def test_speed_is_withheld_when_one_answer_differs(target: HFTarget, monkeypatch
     assert row.acceptance.num_tokens == 24  # acceptance is still told
 
 
+@pytest.mark.parametrize("exact", ["recheck", "off"])
+def test_drafters_that_decode_in_earnest_are_as_exact_as_asked(
+    target: HFTarget, exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Engine] = []
+
+    def engine(*args: Any, **options: Any) -> Engine:
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(run, "Engine", engine)
+    recycle = load_class("recycle")(load_class("recycle").Config(), target.hooks())
+    params = SamplingParams(max_tokens=4)
+    plain = Engine(target, exact=exact)
+    run.acceptance_only(plain, [("recycle", recycle)], [toy_workload()], params, num_draft_tokens=3)
+    assert [engine.exactness for engine in made] == [exact]
+
+
 def test_drafter_hash_follows_options_and_weights(target: HFTarget) -> None:
     method = load_class("dflash")
     torch.manual_seed(0)
