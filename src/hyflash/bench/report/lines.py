@@ -30,6 +30,14 @@ Bounds = tuple[float | None, float | None]
 class _Fields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_number_beyond_count(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise ValueError(f"{name} is beyond any count")
+        return values
+
 
 class Provenance(_Fields):
     """Where a line comes from; later versions of hyflash say more than early ones."""
@@ -133,6 +141,15 @@ class Bench(_Fields):
     differences: tuple[Difference, ...]
     warnings: tuple[str, ...] = ()
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _differences_are_of_results(self) -> Self:
+        names = {row.drafter for row in self.results}
+        for one in self.differences:
+            for name in (one.drafter, one.against):
+                if name not in names:
+                    raise ValueError(f"differences name {name!r}, of which there is no result")
+        return self
 
 
 class CostEngine(_Fields):
@@ -365,7 +382,7 @@ def recognise(value: Any, where: str) -> Line:
         return kind.model_validate(value)
     except ValidationError as err:
         first = err.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = ".".join(str(part) for part in first["loc"]) or "the line"
         given = "" if first["type"] == "missing" else f" is {_short(first['input'])}"
         raise UserError(
             f"{where}: {name}{given}: {first['msg']}; expected what {(kind.__doc__ or '').split(' (')[0].rstrip('.')} "
