@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import result_lines
 from helpers import TINY_CONTEXT, tiny_target_dir
 from hyflash.bench import costs, run, workloads
 from hyflash.bench.workloads import Workload
@@ -212,6 +213,24 @@ def test_speed_is_withheld_when_one_answer_differs(target: HFTarget, monkeypatch
     assert row.acceptance.num_tokens == 24  # acceptance is still told
 
 
+@pytest.mark.parametrize("exact", ["recheck", "off"])
+def test_drafters_that_decode_in_earnest_are_as_exact_as_asked(
+    target: HFTarget, exact: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Engine] = []
+
+    def engine(*args: Any, **options: Any) -> Engine:
+        made.append(Engine(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(run, "Engine", engine)
+    recycle = load_class("recycle")(load_class("recycle").Config(), target.hooks())
+    params = SamplingParams(max_tokens=4)
+    plain = Engine(target, exact=exact)
+    run.acceptance_only(plain, [("recycle", recycle)], [toy_workload()], params, num_draft_tokens=3)
+    assert [engine.exactness for engine in made] == [exact]
+
+
 def test_drafter_hash_follows_options_and_weights(target: HFTarget) -> None:
     method = load_class("dflash")
     torch.manual_seed(0)
@@ -292,6 +311,7 @@ def test_bench_json_has_the_fields_of_the_contract(
 ) -> None:
     out = tmp_path / "results.jsonl"
     argv = ["-t", str(path), "-d", "lookup", "--limit", "1", "-n", "8", "--context", "60,100", "--out", str(out)]
+    argv += ["--length", "fixed"]  # which alone gives the same tau each time
     got = bench_json(capsys, *argv)
     assert {"target", "settings", "provenance", "results"} <= set(got)
     assert len(got["results"]) == 6
@@ -309,7 +329,7 @@ def test_bench_json_has_the_fields_of_the_contract(
     assert len(lines) == 2
     taus = [[row["tau"] for row in line["results"]] for line in lines]
     assert lines[0]["provenance"]["prompts_sha256"] == lines[1]["provenance"]["prompts_sha256"]
-    assert taus[0] == taus[1] or got["settings"]["length"] == "adaptive"
+    assert taus[0] == taus[1]
 
 
 def test_earlier_run_is_compared_with_what_was_unequal_first(
@@ -328,14 +348,20 @@ def test_earlier_run_is_compared_with_what_was_unequal_first(
     assert text.index("unequal: settings.max_tokens was 6, is 4") < text.index("changes: lookup chat")
 
 
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"nonsense\n", b"[1]\n"])
-def test_results_file_that_is_none_is_refused(
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}\n", b"nonsense\n", b"[1]\n", b'{"results": 3}\n', b'{"results": [], "differences": []}\n',
+     json.dumps(result_lines.costs()).encode()],
+)  # fmt: skip
+def test_results_file_that_is_none_is_refused_before_the_run(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
     file = tmp_path / "results.jsonl"
     file.write_bytes(content)
-    assert main(["bench", "-t", str(path), "-d", "lookup", "--against", str(file)]) == 1
-    assert "expected a file of `bench --out`" in capsys.readouterr().err
+    assert main(["bench", "-t", str(path / "not-looked-for-yet"), "-d", "lookup", "--against", str(file)]) == 1
+    err = capsys.readouterr().err
+    assert str(file) in err
+    assert "expected" in err
 
 
 def test_fixed_length_runs_repeat_their_acceptance(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -355,9 +381,17 @@ def test_acceptance_only_command_has_null_speeds(path: Path, capsys: pytest.Capt
 
 
 def test_context_beyond_the_target_is_cut_and_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    got = bench_json(capsys, "-t", str(path), "-d", "lookup", "--limit", "1", "-n", "8", "--context", "8k")
-    assert {row["prompt_tokens_median"] for row in got["results"]} == {TINY_CONTEXT - 8}
-    assert "8192 tokens were cut to 248" in got["warnings"][0]
+    argv = ["-t", str(path), "-d", "lookup", "-d", "ngram", "--limit", "1", "-n", "8", "--acceptance-only"]
+    got = bench_json(capsys, *argv, "--context", "8k,4k,100")
+    rows = [(row["domain"], row["prompt_tokens_median"]) for row in got["results"] if row["drafter"] == "lookup"]
+    assert rows == [(domain, length) for domain in ("chat", "math", "code") for length in (TINY_CONTEXT - 8, 100)]
+    assert {(one["drafter"], one["against"]) for one in got["differences"]} == {("ngram", "lookup")}
+    assert ["8192 tokens were cut to 248" in got["warnings"][0], "4096 tokens" in got["warnings"][1]] == [True, True]
+
+
+def test_prompts_named_twice_are_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "-t", str(path), "-d", "lookup", "--prompts", "demo", "--prompts", "demo"]) == 1
+    assert "prompts demo are named twice" in capsys.readouterr().err
 
 
 def test_bench_table_is_printed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

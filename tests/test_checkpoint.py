@@ -349,6 +349,18 @@ def test_layer_type_rules_of_foreign_windows(tmp_path: Path) -> None:
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": 3}}, "target_layer_ids is 3"),
+        ({"architectures": "DFlashDraftModel"}, "architectures is 'DFlashDraftModel'; expected names"),
+        ({"architectures": 1}, "architectures is 1; expected names"),
+        ({"layer_types": [["full_attention"]] * 2}, r"layer_types is \[\['full_attention'\], .*; expected names"),
+        ({"layer_types": 2}, "layer_types is 2; expected names"),
+        ({"projector_type": ["domino"]}, r"projector_type is \['domino'\]; expected a name"),
+        ({"is_causal": "false"}, "is_causal is 'false'; expected true or false"),
+        ({"attention_bias": [0]}, r"attention_bias is \[0\]; expected true or false"),
+        ({"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers is '1'"),
+        ({"intermediate_size": 0}, "intermediate_size is 0; expected a whole number of at least 1"),
+        ({"head_dim": 10**20}, "head_dim is 10+; expected a whole number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; expected a number above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan; expected a number above 0"),
     ],
 )
 def test_foreign_settings_we_cannot_honour_are_refused_by_name(

@@ -143,6 +143,32 @@ def test_only_the_parts_with_weights_of_a_composition_leave(tmp_path: Path) -> N
     assert not any(tensor.is_meta for tensor in both.parameters())
 
 
+def test_memory_of_a_gpu_is_watched_also_while_the_weights_are_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, machine, free = saved(tmp_path), Machine(), {"cuda": 999, "cpu": 1 << 40}
+    at = ["cuda"]  # where the weights are; moving them is left out
+    monkeypatch.setattr(module, "_device", lambda _: torch.device(at[0]))
+    monkeypatch.setattr(drafter, "to", lambda device: at.__setitem__(0, torch.device(device).type))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free["cuda"], 1 << 40))
+    monkeypatch.setattr(environment, "free_memory_bytes", lambda: free["cpu"])
+    offload = Offload(drafter, low_bytes=1000, clock=machine.clock)
+    rounds(offload, machine, PATIENCE_SEC + 1)
+    assert (offload.is_away, at) == (True, ["cpu"])
+
+    def may_draft() -> bool:
+        for _ in range(round(10 * (PATIENCE_SEC + 1))):
+            machine.now += 0.1
+            offload.may_draft()
+        return offload.may_draft()
+
+    assert not may_draft()  # the host has room, the GPU has none
+    free["cuda"], free["cpu"] = 1 << 40, 0
+    assert may_draft()
+    assert offload.bring_back()
+    assert at == ["cuda"]
+
+
 def test_what_cannot_be_restored_is_named_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = ToyTarget(torch.eye(64)).hooks()
     assert "no weights" in unfit(tiny_drafter("lookup", hooks))

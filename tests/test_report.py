@@ -419,9 +419,12 @@ def test_one_object_over_many_lines_is_read(tmp_path: Path) -> None:
         (json.dumps(made.bench(made.bench_row(tau=float("nan")))).encode(), ["results.0.tau is nan", "finite"]),
         (json.dumps(made.costs(results=[])).encode(), ["bad.jsonl:1: results is []", "`hyflash bench --costs`"]),
         (json.dumps(made.bench(made.bench_row(num_judged_by_position=[1]))).encode(), ["has 2 values", "position 1"]),
+        (json.dumps(made.costs() | {"threads": 10**20}).encode(), ["threads is beyond any count"]),
+        (json.dumps(made.bench(made.bench_row(), made.bench_row("b")) | {"results": [made.bench_row()]}).encode(),
+         ["bad.jsonl:1: the line is", "differences name 'b', of which there is no result"]),
     ],
     ids=["empty", "blank", "no fields", "generate", "array", "text", "bytes", "surrogate", "word", "NaN", "no rows",
-         "lengths"],
+         "lengths", "huge", "differences"],
 )  # fmt: skip
 def test_a_file_that_holds_no_results_is_refused_and_nothing_is_written(
     content: bytes, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

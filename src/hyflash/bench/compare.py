@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hyflash.bench.report import lines
 from hyflash.errors import UserError
 
 _IGNORED = ("time_utc", "argv")
@@ -18,17 +19,17 @@ _IGNORED = ("time_utc", "argv")
 
 
 def last_object(path: Path) -> dict[str, Any]:
-    """The last line of a results file. Raises UserError when it is no bench object."""
+    """The last line of a results file. Raises UserError when it is no object of a bench run."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        value = json.loads(lines[-1])
+        value = json.loads([line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][-1])
     except OSError as err:
         raise UserError(f"{path}: cannot be read ({err.strerror or err}); expected a file of `bench --out`.") from err
     except (ValueError, IndexError) as err:
         raise UserError(f"{path}: its last line is no JSON object; expected a file of `bench --out`.") from err
-    if not isinstance(value, dict) or "results" not in value:
-        raise UserError(f"{path}: its last line holds no bench results; expected a file of `bench --out`.")
-    return value
+    if not isinstance(lines.recognise(value, str(path)), lines.Bench):
+        raise UserError(f"{path}: its last line is of no run of drafters; expected a file of `bench --out`.")
+    found: dict[str, Any] = value
+    return found
 
 
 def unequal(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

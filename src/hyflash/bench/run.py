@@ -155,7 +155,7 @@ def acceptance_only(
             for (name, drafter), results in zip(drafters, replays, strict=True):
                 if drafter.recycles:
                     prompts = [a.prompt_ids for a in group]
-                    results += _decode_all(plain.target, drafter, prompts, params, num_draft_tokens=num_draft_tokens)
+                    results += _decode_all(plain, drafter, prompts, params, num_draft_tokens=num_draft_tokens)
                 else:
                     results += measure(drafter, recordings, num_draft_tokens)
                 done += len(group)
@@ -181,20 +181,22 @@ def _sampled(
             name, drafter = named
             if progress:
                 progress(len(rows), len(workloads) * len(drafters), f"{workload.domain} {name}")
-            results = _decode_all(plain.target, drafter, workload.prompts, params, num_draft_tokens=num_draft_tokens)
+            results = _decode_all(plain, drafter, workload.prompts, params, num_draft_tokens=num_draft_tokens)
             rows.append(_row(named, workload, results, None, plain.target))
     return rows
 
 
 def _decode_all(
-    target: Target,
+    plain: Engine,
     drafter: Drafter,
     prompts: Sequence[tuple[int, ...]],
     params: SamplingParams,
     *,
     num_draft_tokens: int,
 ) -> list[Result]:
-    engine = Engine(target, drafter, policy=FixedLength(num_draft_tokens))
+    """Answers of the plain engine's target, as exact as that engine's."""
+    exact = "auto" if plain.exactness == "invariant" else plain.exactness
+    engine = Engine(plain.target, drafter, policy=FixedLength(num_draft_tokens), exact=exact)
     return [_checked(r) for r in engine.generate([Request(prompt_ids=p, params=params) for p in prompts])]
 
 

@@ -60,6 +60,8 @@ def read(sources: Sequence[str], *, limit: int | None, seed: int = 0) -> dict[st
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; expected a whole number of at least 1.")
+    if twice := [source for i, source in enumerate(sources) if source in sources[:i]]:
+        raise UserError(f"prompts {twice[0]} are named twice; name each source once.")
     domains: dict[str, list[Prompt]] = {}
     for source in sources:
         for prompt in _demo() if source == DEMO else load_prompts([source]).prompts:

@@ -6,7 +6,7 @@ cannot honour is refused by name: a key read past silently would make a drafter 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,6 +60,43 @@ _NESTED = {
 }
 
 
+# What a value must be before anybody asks what it says: a flag that is text, say, would count as set.
+_SIZES = (
+    "head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+    "num_hidden_layers", "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+_FLAGS = (
+    "attention_bias", "causal", "confidence_head_with_markov", "enable_confidence_head", "fc_norm", "is_causal",
+    "norm_before_fc", "norm_before_residual", "norm_output", "sample_from_anchor", "shift_label",
+    "tie_word_embeddings", "use_confidence_head", "use_sliding_window", "use_swa",
+)  # fmt: skip
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+_KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("architectures", "layer_types"), lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x), "names"),
+    (("markov_head_type", "model_type", "projector_type"), lambda x: isinstance(x, str), "a name"),
+    (_SIZES, lambda x: _is_real(x) and isinstance(x, int) and 0 < x < 1 << 31, "a whole number of at least 1"),
+    (_FLAGS, lambda x: x in (True, False), "true or false"),
+    (("confidence_head_alpha", "max_window_layers"), _is_real, "a number"),
+    (("rms_norm_eps", "rope_theta"), lambda x: _is_real(x) and x > 0, "a number above 0"),
+)
+
+
+def check_types(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a config.json of a drafter whose values, at the top or in a table, are of another kind than its readers
+    take them for. Raises UserError, naming the key."""
+    for keys, fits, want in _KINDS:
+        for place, table in (("", config), *((f"{key}.", x) for key, x in config.items() if isinstance(x, Mapping))):
+            for key in keys:
+                value = table.get(key)
+                if value is not None and not fits(value):
+                    raise UserError(f"{where}: {place}{key} is {value!r}; expected {want}.")
+
+
 def method(config: Mapping[str, Any]) -> str:
     """Our drafter that a z-lab config.json is for."""
     return "dflash2" if ARCHITECTURE_2 in (config.get("architectures") or ()) else "dflash"
@@ -82,9 +119,6 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> d
 
     block, layers, width = need("block_size"), need("num_hidden_layers"), need("hidden_size")
     heads, vocab = need("num_attention_heads"), need("vocab_size")
-    for key, value in (("num_hidden_layers", layers), ("hidden_size", width), ("num_attention_heads", heads)):
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
     anchor_drafts = bool(either(config, nested, "sample_from_anchor", where))
     least = 1 if anchor_drafts else 2
     if not isinstance(block, int) or block < least:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,15 +38,14 @@ def unfit(drafter: Drafter | None) -> str:
         if _device(part).type == "cpu" and part.loaded_from is None:
             name = type(part).__module__.rpartition(".")[2]
             return f"offloading does nothing: {name} is not wholly from a checkpoint, to read it from again."
-    if free_bytes(drafter) is None:
+    if free_bytes(_device(parts[0])) is None:
         return "offloading does nothing: this system does not say how much memory is free."
     return ""
 
 
-def free_bytes(drafter: Drafter | None) -> int | None:
-    """Free memory where the drafter's weights lie; None where the system does not say."""
-    device = next((_device(part) for part in _parts(drafter)), torch.device("cpu")) if drafter is not None else None
-    if device is not None and device.type == "cuda":
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None where the system does not say."""
+    if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return environment.free_memory_bytes()
 
@@ -74,8 +74,8 @@ class Offload:
         self._low = low_bytes
         # Packed copies are smaller than what they are made from, so twice is room enough.
         self._high = low_bytes + 2 * sum(part.num_bytes for part in self._parts)
-        device_free = free if free is not None else lambda: free_bytes(drafter)
-        self._free, self._clock = device_free, clock
+        home = next((part.device for part in self._parts), torch.device("cpu"))  # also while they are away
+        self._free, self._clock = free if free is not None else partial(free_bytes, home), clock
         self._read_at = float("-inf")
         self._short_since: float | None = None
         self._room_since: float | None = None
@@ -119,6 +119,7 @@ class Offload:
         for part in self._parts:
             part.release()
         environment.return_freed_memory()
+        torch.cuda.empty_cache()  # the same of what torch keeps on a GPU; nothing without one
         self.is_away = True
         self.num_released += 1
         self._room_since = None
@@ -142,12 +143,12 @@ class _Weights:
 
     def __init__(self, drafter: Drafter, kernels: Kernels | None) -> None:
         self._drafter, self._kernels = drafter, kernels
-        self._device = _device(drafter)
+        self.device = _device(drafter)
         self._unsaved: dict[str, Tensor] = {}
         self.num_bytes = sum(t.nbytes for t in (*drafter.parameters(), *drafter.buffers()))
 
     def release(self) -> None:
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             self._drafter.to("cpu")
             return
         saved = self._drafter.state_dict()
@@ -157,10 +158,10 @@ class _Weights:
 
     def restore(self) -> None:
         """Raises HyflashError or OSError where the file is not what it was."""
-        if self._device.type != "cpu":
-            self._drafter.to(self._device)
+        if self.device.type != "cpu":
+            self._drafter.to(self.device)
             return
-        self._drafter.to_empty(device=self._device)
+        self._drafter.to_empty(device=self.device)
         checkpoint.refill(self._drafter)
         buffers = dict(self._drafter.named_buffers())
         for name, tensor in self._unsaved.items():

@@ -30,6 +30,14 @@ Bounds = tuple[float | None, float | None]
 class _Fields(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_number_beyond_count(cls, values: Any) -> Any:
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int) and abs(value) >= 1 << 63:
+                raise ValueError(f"{name} is beyond any count")
+        return values
+
 
 class Provenance(_Fields):
     """Where a line comes from; later versions of hyflash say more than early ones."""
@@ -133,6 +141,15 @@ class Bench(_Fields):
     differences: tuple[Difference, ...]
     warnings: tuple[str, ...] = ()
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _differences_are_of_results(self) -> Self:
+        names = {row.drafter for row in self.results}
+        for one in self.differences:
+            for name in (one.drafter, one.against):
+                if name not in names:
+                    raise ValueError(f"differences name {name!r}, of which there is no result")
+        return self
 
 
 class CostEngine(_Fields):
@@ -317,7 +334,7 @@ def read(paths: Sequence[Path]) -> list[Run]:
     runs: dict[str, Run] = {}
     for path in _unique(paths):
         for number, value in _objects(path):
-            line = _recognise(value, f"{path}:{number}")
+            line = recognise(value, f"{path}:{number}")
             same = json.dumps(value, sort_keys=True, ensure_ascii=False)
             if same not in runs:
                 runs[same] = Run(number=len(runs) + 1, source=f"{path}:{number}", line=line)
@@ -355,7 +372,7 @@ def _objects(path: Path) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _recognise(value: Any, where: str) -> Line:
+def recognise(value: Any, where: str) -> Line:
     """The line as the measurement that wrote it has it. Raises UserError."""
     kind = _kind(value) if isinstance(value, dict) else None
     if kind is None:
@@ -365,7 +382,7 @@ def _recognise(value: Any, where: str) -> Line:
         return kind.model_validate(value)
     except ValidationError as err:
         first = err.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = ".".join(str(part) for part in first["loc"]) or "the line"
         given = "" if first["type"] == "missing" else f" is {_short(first['input'])}"
         raise UserError(
             f"{where}: {name}{given}: {first['msg']}; expected what {(kind.__doc__ or '').split(' (')[0].rstrip('.')} "
