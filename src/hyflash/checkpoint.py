@@ -270,6 +270,7 @@ def _target_facts(block: Any, info: TargetInfo, path: Path) -> Mapping[str, Any]
 
 def _foreign(name: str, config: Mapping[str, Any], info: TargetInfo, path: Path) -> tuple[str, dict[str, Any]]:
     """Method and options of a checkpoint in a format not ours: by the method it is named with, else by its look."""
+    zlab.names(config, "architectures", str(path / CONFIG))
     values = drafters.load_class(name).read_config(config, info, directory=path) if name else None
     if values is not None:
         return name, values

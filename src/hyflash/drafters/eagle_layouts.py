@@ -139,7 +139,9 @@ def _whole(table: Mapping[str, Any], key: str, where: str) -> int:
 
 def _num_drafts(config: Mapping[str, Any], where: str) -> int:
     """What speculators' default proposal asks for; the others leave it to whoever serves."""
-    methods = _table(config, "speculators_config", where).get("proposal_methods") or ()
+    methods = _table(config, "speculators_config", where).get("proposal_methods") or []
+    if not isinstance(methods, list):
+        raise UserError(f"{where}: proposal_methods is {methods!r}; expected a list.")
     stated = [method.get("speculative_tokens") for method in methods if isinstance(method, Mapping)]
     return _whole({"speculative_tokens": stated[0]}, "speculative_tokens", where) if stated else TRAINED_STEPS
 
@@ -173,7 +175,7 @@ def _with_llamas_base(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _window(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Sliding attention counts the step itself, as Hugging Face's does."""
-    window, types = body.get("sliding_window"), body.get("layer_types")
+    window, types = body.get("sliding_window"), zlab.names(body, "layer_types", where)
     slides = "sliding_attention" in types if types else window is not None and body.get("use_sliding_window", True)
     if not slides:
         return {"window": 0, "window_counts_slots": False}

@@ -142,7 +142,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, directory: Path)
     """Sizes from the config.json of a Llama or Qwen2, whose tokens are the target's. Raises UserError."""
     where = str(directory / "config.json")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{where}: model_type is {family!r}; a compact drafter reads {' and '.join(FAMILIES)} models and its own "
             "checkpoints."
@@ -158,7 +158,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, directory: Path)
         "num_kv_heads": _whole(config, "num_key_value_heads", where, heads),
         "head_dim": _whole(config, "head_dim", where, out["hidden_size"] // heads),
         "rope_theta": rope_theta(config if "rope_parameters" in config else {**_OLD_BASE, **config}, where),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "attention_bias": family == "qwen2",
         "tied_head": bool(config.get("tie_word_embeddings", False)),
     }

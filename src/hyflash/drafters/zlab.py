@@ -246,6 +246,14 @@ def rope_theta(config: Mapping[str, Any], where: str) -> float:
     return float(theta)
 
 
+def names(config: Mapping[str, Any], key: str, where: str) -> list[str] | None:
+    """The list of names under a key; None without one. Raises UserError for anything else."""
+    value = config.get(key)
+    if value is None or (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        return value
+    raise UserError(f"{where}: {key} is {value!r}; expected a list of names.")
+
+
 def _attention(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]:
     """Window and causality of the layers.
 
@@ -262,9 +270,11 @@ def _attention(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int
         window = either(config, nested, "swa_window_size", where) or window
         sliding, causal = list(range(layers)), bool(causal)
     else:
-        types = config.get("layer_types")
+        types = names(config, "layer_types", where)
         if types is None:
             first = config.get("max_window_layers", layers) if config.get("use_sliding_window") else layers
+            if not isinstance(first, int):
+                raise UserError(f"{where}: max_window_layers is {first!r}; expected a whole number.")
             types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
         if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
             raise UserError(f"{where}: layer_types is {types}; expected {layers} of full_attention, sliding_attention.")
