@@ -254,6 +254,16 @@ def names(config: Mapping[str, Any], key: str, where: str) -> list[str] | None:
     raise UserError(f"{where}: {key} is {value!r}; expected a list of names.")
 
 
+def whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """The count under a key, or the default where nothing is said. Raises UserError for anything else."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
+    return value
+
+
 def _attention(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]:
     """Window and causality of the layers.
 
