@@ -334,6 +334,10 @@ def test_layer_type_rules_of_foreign_windows(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 7}, "use_sliding_window is false"),
         ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}, "sliding_window is None"),
         ({"layer_types": ["linear_attention"] * 2}, "layer_types is"),
+        ({"layer_types": 2}, "layer_types is 2; expected a list of names"),
+        ({"layer_types": [["full_attention"], []]}, "expected a list of names"),
+        ({"architectures": [["DFlashDraftModel"]]}, "architectures is .*expected a list of names"),
+        ({"use_sliding_window": True, "layer_types": None, "max_window_layers": "1"}, "max_window_layers is '1'"),
         (
             {
                 "layer_types": ["sliding_attention", "full_attention"],

@@ -388,6 +388,8 @@ def edited(home: Path, name: str, **changes: Any) -> Path:
     [
         ({"model_type": "gemma2"}, "model_type is 'gemma2'.*llama and qwen2"),
         ({"model_type": None}, "model_type is None"),
+        ({"model_type": ["llama"]}, r"model_type is \['llama'\]"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "attention_bias is true"),

@@ -29,6 +29,16 @@ def same(a: Example, b: Example) -> bool:
     return plain and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
 
 
+def test_texts_of_which_no_layer_is_read_need_no_target() -> None:
+    """Held-out texts of a drafter without taps are evaluated like others."""
+    target = FakeTarget()
+    live = LiveSource(target, make_answers(3), taps=())
+    for example in live.fetch(live.ids):
+        assert example.features.shape == (len(example.tokens), 0, WIDTH)
+        assert example.kv is None
+    assert target.widths == []
+
+
 @pytest.mark.parametrize("batch_tokens", [1, 7, 40, 10_000])
 def test_features_depend_on_the_row_alone(batch_tokens: int) -> None:
     answers = make_answers(9)

@@ -479,6 +479,7 @@ def test_mask_token_is_the_last_usable_one() -> None:
         ({"start_taps": (1,)}, "need start=ridge"),
         ({"start": "ridge", "start_taps": (7,)}, "expected some of target_layer_ids"),
         ({"start": "ridge", "final_norm": True}, "final_norm must be off"),
+        ({"start": "ridge", "start_rank": 97}, "start_rank is 97; expected at most 96"),
         ({"mask_token_id": 0}, "does not end texts"),
         ({"mask_token_id": VOCAB}, "reserved token below"),
         ({"draft_vocab_size": VOCAB + 1}, "the target has 61 tokens"),

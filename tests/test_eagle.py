@@ -221,6 +221,10 @@ def test_taps_are_read_as_outputs_or_as_layers_run_by_their_first(
          "which holds"),
         ({"sliding_window": 7}, "window is 7; .*expected more than num_draft_tokens"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window is None; expected a whole number"),
+        ({"layer_types": 1.5}, r"layer_types is 1\.5; expected a list of names"),
+        ({"architectures": 7}, "architectures is 7; expected a list of names"),
+        ({"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": 3}},
+         "proposal_methods is 3; expected a list"),
     ],
 )  # fmt: skip
 def test_what_we_cannot_honour_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

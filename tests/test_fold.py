@@ -338,6 +338,8 @@ def test_values_to_try_are_checked_before_anything_runs(target: hf.HFTarget) -> 
     drafter = tiny_drafter("fold", target.hooks())
     assert calibrate.grid_of(drafter, {"kappa": (1.0,)})["kappa"] == (1.0,)
     assert list(calibrate.grid_of(drafter, {})) == ["fold_window", "far_weight", "kappa"]
+    read = calibrate.grid_of(drafter, {"fold_window": (4.0, "8")})["fold_window"]
+    assert [(type(value), value) for value in read] == [(int, 4), (int, 8)], "reports and cards have what is tried"
     with pytest.raises(UserError, match="num_layers cannot be calibrated"):
         calibrate.grid_of(drafter, {"num_layers": (1,)})
     with pytest.raises(UserError, match="kappa is -1"):
@@ -417,6 +419,7 @@ def test_calibrate_shows_a_table(
         (["--try", "window=4"], "cannot be calibrated"),
         (["--limit", "1"], "expected at least 2"),
         (["--context", "250"], "Give shorter prompts"),
+        (["--max-tokens", "256"], "Give a smaller --max-tokens"),
         (["--num-draft-tokens", "9"], "at most 3"),
     ],
 )
@@ -429,7 +432,7 @@ def test_calibrate_says_what_is_wrong_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("accepted", "said"), [(0, "not one draft was accepted"), (1, "never used on texts this short")]
+    ("accepted", "said"), [(0, "not one draft was accepted"), (1, "may be too short to use what they set")]
 )
 def test_calibrate_says_why_there_is_nothing_to_choose_by(
     tiny: tuple[str, str, str],

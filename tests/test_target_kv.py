@@ -90,6 +90,19 @@ def test_layers_that_are_not_there_are_refused(target: Target, layer: int) -> No
     target.close(seq)
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 0), (1, 2, 2), (1, 2, -1), (2,)])
+def test_queries_that_do_not_fit_the_keys_are_refused(target: Target, shape: tuple[int, ...]) -> None:
+    """The kernels would read beside them."""
+    seq, width = fed(target, [5, 6, 7]), target.info.head_dim
+    queries = torch.randn(shape if len(shape) == 1 else (*shape[:2], width + shape[2]))
+    assert target.info.num_kv_heads == 2
+    with pytest.raises(HyflashError, match=r"expected \(Q, H, \d+\) with H a multiple of 2"):
+        target.kv_attend(seq, 0, 0, 3, queries)
+    with pytest.raises(HyflashError, match="over at least one token"):
+        target.kv_attend(seq, 0, 2, 2, torch.randn(1, 2, width))
+    target.close(seq)
+
+
 def test_a_float32_view_on_torch_is_the_cache_itself(llama: Path) -> None:
     target = hf.load(str(llama))
     seq = fed(target, [5, 6, 7])

@@ -64,11 +64,11 @@ def grid_of(drafter: Drafter, given: Mapping[str, Sequence[Any]]) -> dict[str, t
         raise UserError(f"{', '.join(unknown)} cannot be calibrated; this drafter's options that can: {known}.")
     if empty := [name for name, values in given.items() if not values]:
         raise UserError(f"{', '.join(empty)} has no value to try; expected some, as in {empty[0]}=1,2.")
-    grid = {name: tuple(given.get(name, values)) for name, values in drafter.tunable.items()}
-    for name, values in grid.items():
-        for value in values:  # one by one: whether they go together is seen when they meet
-            type(drafter.config).parse({name: value}, where="values to try")
-    return grid
+    parse = type(drafter.config).parse
+    return {  # parsed one by one: whether they go together is seen when they meet
+        name: tuple(getattr(parse({name: value}, where="values to try"), name) for value in given.get(name, values))
+        for name, values in drafter.tunable.items()
+    }
 
 
 def split(

@@ -33,12 +33,6 @@ class Footprint:
     """None where it was not measured."""
 
 
-def computed(drafter: Drafter, context: int) -> int:
-    """Bytes of one text, as the drafter's arithmetic has them."""
-    cost = drafter.cost(context)
-    return cost.state_bytes + context * cost.kv_bytes_per_token
-
-
 def footprints(
     drafters: Sequence[Drafter], target: Target, contexts: Sequence[int] = CONTEXTS
 ) -> list[list[Footprint]]:
@@ -46,7 +40,10 @@ def footprints(
     target and drafter go and patience lasts."""
     found = _measured(drafters, target, [c for c in contexts if c <= min(MEASURED_UP_TO, target.info.max_context)])
     return [
-        [Footprint(context=c, computed_bytes=computed(drafter, c), measured_bytes=own.get(c)) for c in contexts]
+        [
+            Footprint(context=c, computed_bytes=drafter.cost(c).total_bytes(c), measured_bytes=own.get(c))
+            for c in contexts
+        ]
         for drafter, own in zip(drafters, found, strict=True)
     ]
 

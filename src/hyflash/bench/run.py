@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hyflash.bench.footprint import CONTEXTS, computed
+from hyflash.bench.footprint import CONTEXTS
 from hyflash.bench.workloads import Workload
 from hyflash.core import Request, Result, Rows, SamplingParams
 from hyflash.drafters.base import Drafter
@@ -338,7 +338,7 @@ def _row(
         state_bytes=cost.state_bytes,
         kv_bytes_per_token=cost.kv_bytes_per_token,
         measured_bytes=max(r.draft_state_bytes for r in results),
-        computed_bytes={context: computed(drafter, context) for context in CONTEXTS},
+        computed_bytes={context: drafter.cost(context).total_bytes(context) for context in CONTEXTS},
         results=tuple(results),
     )
 

@@ -171,9 +171,10 @@ def _record(
                 domain, prompts, loaded.tokenizer, context=tokens, seed=seed, thinking=thinking
             ).prompts
     if (longest := max(map(len, found))) > room:
+        remedy = f"shorter prompts, or --context at most {room}" if room > 0 else "a smaller --max-tokens"
         raise UserError(
             f"a prompt has {longest} tokens; {loaded.name} holds {loaded.model.info.max_context} and the answer takes "
-            f"{max_tokens}. Give shorter prompts, or --context at most {max(room, 0)}."
+            f"{max_tokens}. Give {remedy}."
         )
     engine = api.make_engine(loaded, None, max_rows=max(1, BATCH_TOKENS // longest))
     results = engine.generate([Request(prompt_ids=ids, params=SamplingParams(max_tokens=max_tokens)) for ids in found])
@@ -198,9 +199,9 @@ def _check_used(found: Search, drafter: Drafter, recordings: Sequence[Recording]
             "not one draft was accepted, whatever the options; see what `hyflash doctor` says of the drafter."
         )
     raise UserError(
-        f"no value of {', '.join(found.best.options)} changed a single round, so there is nothing to choose by: "
-        f"what they set is never used on texts this short (the longest has {_longest(recordings)} tokens). Give "
-        "longer prompts, or stretch them with --context 4k."
+        f"no value of {', '.join(found.best.options)} changed a single round, so there is nothing to choose by. The "
+        f"longest text has {_longest(recordings)} tokens, which may be too short to use what they set: give longer "
+        "prompts, or stretch them with --context 4k."
     )
 
 

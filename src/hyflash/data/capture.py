@@ -231,9 +231,9 @@ class LiveSource:
     def fetch(self, ids: Sequence[str], *, features: bool = True) -> list[Example]:
         """Capture these examples now."""
         chosen = [self._answers[i] for i in ids]
-        if not features:
-            return [_example(a, no_features(a.num_tokens, self.info)) for a in chosen]
         layers = self._kv_layers
+        if not features or not (self._taps or layers):
+            return [_example(a, no_features(a.num_tokens, self.info)) for a in chosen]
         return list(capture(self._target, chosen, taps=self._taps, kv_layers=layers, batch_tokens=self._batch_tokens))
 
     def label_counts(self, ids: Sequence[str], vocab_size: int) -> Tensor:

@@ -99,6 +99,11 @@ class DFlashConfig(FeatureConfig):
             raise UserError("full_layers needs a window; without one every layer is full.")
         if self.start == "ridge" and self.final_norm:
             raise UserError("final_norm must be off with start=ridge: the start already predicts the head's input.")
+        most = self.hidden_size * min(len(self.start_taps or ()) + 1, self.num_draft_tokens)
+        if self.start_rank > most:
+            raise UserError(
+                f"start_rank is {self.start_rank}; expected at most {most}, where the start has full rank, or 0."
+            )
 
 
 def unused_token(hooks: TargetHooks) -> int:

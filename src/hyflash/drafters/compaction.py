@@ -33,9 +33,6 @@ class Entries:
     positions: Tensor  # (B, N) int64; of a slot that of the last of its tokens
     is_slot: Tensor  # (N,) bool
 
-    def __getitem__(self, part: slice) -> Entries:
-        return Entries(positions=self.positions[:, part], is_slot=self.is_slot[part])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compaction:

@@ -65,7 +65,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> t
         for table in (config, body, nested):
             if key in table and table[key] not in neutral:
                 raise UserError(f"{where}: {key} is {table[key]!r}, which we cannot honour.")
-    width, heads = _whole(body, "hidden_size", where), _whole(body, "num_attention_heads", where)
+    width, heads = zlab.whole(body, "hidden_size", where), zlab.whole(body, "num_attention_heads", where)
     for key, found, want in (
         ("vocab_size", body.get("vocab_size"), info.vocab_size),
         ("hidden_size", width, info.hidden_size),
@@ -77,7 +77,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> t
     return "eagle", {
         "num_draft_tokens": _num_drafts(config, where),
         "hidden_size": width,
-        "intermediate_size": _whole(body, "intermediate_size", where),
+        "intermediate_size": zlab.whole(body, "intermediate_size", where),
         "num_heads": heads,
         "num_kv_heads": body.get("num_key_value_heads") or heads,
         "head_dim": body.get("head_dim") or width // heads,
@@ -88,7 +88,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, where: str) -> t
         "rope_theta": zlab.rope_theta(_with_llamas_base(body), where),
         "rms_norm_eps": body.get("rms_norm_eps", 1e-6),  # what Llama's config means without it
         "max_positions": body.get("max_position_embeddings", 2048),
-        "draft_vocab_size": 0 if listed in (None, info.vocab_size) else _whole(config, "draft_vocab_size", where),
+        "draft_vocab_size": 0 if listed in (None, info.vocab_size) else zlab.whole(config, "draft_vocab_size", where),
         "own_head": listed is not None,
         # The weights serve as they are; training them on the target's distribution needs another tap.
         "loss": "ce",
@@ -130,18 +130,13 @@ def _table(config: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]
     return value
 
 
-def _whole(table: Mapping[str, Any], key: str, where: str) -> int:
-    value = table.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
-    return value
-
-
 def _num_drafts(config: Mapping[str, Any], where: str) -> int:
     """What speculators' default proposal asks for; the others leave it to whoever serves."""
-    methods = _table(config, "speculators_config", where).get("proposal_methods") or ()
+    methods = _table(config, "speculators_config", where).get("proposal_methods") or []
+    if not isinstance(methods, list):
+        raise UserError(f"{where}: proposal_methods is {methods!r}; expected a list.")
     stated = [method.get("speculative_tokens") for method in methods if isinstance(method, Mapping)]
-    return _whole({"speculative_tokens": stated[0]}, "speculative_tokens", where) if stated else TRAINED_STEPS
+    return zlab.whole({"speculative_tokens": stated[0]}, "speculative_tokens", where) if stated else TRAINED_STEPS
 
 
 def _taps(config: Mapping[str, Any], nested: Mapping[str, Any], info: TargetInfo, where: str) -> tuple[int, ...]:
@@ -177,4 +172,4 @@ def _window(body: Mapping[str, Any], where: str) -> dict[str, Any]:
     slides = "sliding_attention" in types if types else window is not None and body.get("use_sliding_window", True)
     if not slides:
         return {"window": 0, "window_counts_slots": False}
-    return {"window": _whole(body, "sliding_window", where), "window_counts_slots": True}
+    return {"window": zlab.whole(body, "sliding_window", where), "window_counts_slots": True}

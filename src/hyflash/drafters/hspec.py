@@ -152,10 +152,6 @@ class DrafterImpl(SharedKVDrafter):
         if cfg.use_seed:
             size = cfg.mamba_heads * cfg.mamba_head_dim * cfg.mamba_state
             self.seed = init_linear(nn.Linear(cfg.hidden_size, size, bias=False))
-        else:  # nobody reads the fused taps
-            for part in (self.fc, self.hidden_norm, self.tap_norm):
-                if part is not None:
-                    part.requires_grad_(False)
 
     def _new_layers(self) -> list[nn.Module]:
         layers = [HSpecLayer(kinds, self.config) for kinds in self.config.sublayers]

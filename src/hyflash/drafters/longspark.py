@@ -62,10 +62,6 @@ class DrafterImpl(SharedKVDrafter):
         self.slot_norm = RMSNorm(dim, cfg.rms_norm_eps)
         if cfg.start == "ridge":  # which predicts the slots alone at first
             nn.init.zeros_(self.slot_norm.weight)
-        if not cfg.use_boundary:  # nobody reads the fused taps
-            for part in (self.fc, self.hidden_norm, self.tap_norm):
-                if part is not None:
-                    part.requires_grad_(False)
 
     def _slots(self, x: Tensor, last: Tensor) -> Tensor:
         """What the layers see of slot inputs x (B, A, S, D): mixed with the slot's place and the taps (B, A, C, D)."""

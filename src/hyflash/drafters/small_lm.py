@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hyflash.core import TargetInfo
 from hyflash.drafters.mirrors import mirror, with_mirrors
-from hyflash.drafters.zlab import rope_theta
+from hyflash.drafters.zlab import rope_theta, whole
 from hyflash.errors import UserError
 from hyflash.layers import MLP, RMSNorm, init_linear
 from hyflash.ops.rope import rotate
@@ -142,7 +142,7 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, directory: Path)
     """Sizes from the config.json of a Llama or Qwen2, whose tokens are the target's. Raises UserError."""
     where = str(directory / "config.json")
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(
             f"{where}: model_type is {family!r}; a compact drafter reads {' and '.join(FAMILIES)} models and its own "
             "checkpoints."
@@ -152,13 +152,13 @@ def read_config(config: Mapping[str, Any], info: TargetInfo, *, directory: Path)
             raise UserError(f"{where}: {key} is {config[key]!r}, which a compact drafter cannot honour.")
     if family == "llama" and config.get("attention_bias"):
         raise UserError(f"{where}: attention_bias is true in a llama model, which a compact drafter cannot honour.")
-    out: dict[str, Any] = {ours: _whole(config, theirs, where) for ours, theirs in _SIZES.items()}
+    out: dict[str, Any] = {ours: whole(config, theirs, where) for ours, theirs in _SIZES.items()}
     heads = out["num_heads"]
     out |= {
-        "num_kv_heads": _whole(config, "num_key_value_heads", where, heads),
-        "head_dim": _whole(config, "head_dim", where, out["hidden_size"] // heads),
+        "num_kv_heads": whole(config, "num_key_value_heads", where, heads),
+        "head_dim": whole(config, "head_dim", where, out["hidden_size"] // heads),
         "rope_theta": rope_theta(config if "rope_parameters" in config else {**_OLD_BASE, **config}, where),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "attention_bias": family == "qwen2",
         "tied_head": bool(config.get("tie_word_embeddings", False)),
     }
@@ -197,12 +197,3 @@ def _num_tokens(directory: Path) -> int:
     except Exception:  # the library raises bare ones, for a file that is not there too
         return 0
     return max(ids, default=-1) + 1
-
-
-def _whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
-    return value

@@ -77,7 +77,11 @@ def _is_real(value: Any) -> bool:
 
 
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("architectures", "layer_types"), lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x), "names"),
+    (
+        ("architectures", "layer_types"),
+        lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x),
+        "a list of names",
+    ),
     (("markov_head_type", "model_type", "projector_type"), lambda x: isinstance(x, str), "a name"),
     (_SIZES, lambda x: _is_real(x) and isinstance(x, int) and 0 < x < 1 << 31, "a whole number of at least 1"),
     (_FLAGS, lambda x: x in (True, False), "true or false"),
@@ -278,6 +282,16 @@ def rope_theta(config: Mapping[str, Any], where: str) -> float:
     if not isinstance(theta, (int, float)):
         raise UserError(f"{where}: rope_theta is {theta!r}; expected a number, there or in rope_parameters.")
     return float(theta)
+
+
+def whole(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    """The count under a key, or the default where nothing is said. Raises UserError for anything else."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{where}: {key} is {value!r}; expected a whole number of at least 1.")
+    return value
 
 
 def _attention(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, where: str) -> dict[str, Any]:

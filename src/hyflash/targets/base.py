@@ -80,9 +80,19 @@ class Target(ABC):
         """What queries (Q, H, K) see in a sequence's tokens first..last-1 (at least one) at a layer, where they lie.
 
         Queries are scaled, and rotated in the rotate-half order. Out: outputs (Q, H, K) and log-sum-exps (Q, H), both
-        float32. Raises as `kv_view`.
+        float32. Raises as `kv_view`, and HyflashError for queries of another shape.
         """
+        self._check_queries(first, last, queries)
         return look(queries, *self.kv_view(seq, layer, first, last))
+
+    def _check_queries(self, first: int, last: int, queries: Tensor) -> None:
+        """For `kv_attend`: there must be a token to see, and heads that its keys fit."""
+        groups, width = self.info.num_kv_heads, self.info.head_dim
+        if queries.dim() != 3 or queries.shape[1] % groups or queries.shape[2] != width or first == last:
+            raise HyflashError(
+                f"queries {tuple(queries.shape)} over tokens {first} to {last}; expected (Q, H, {width}) with H a "
+                f"multiple of {groups}, over at least one token."
+            )
 
     def _kv_span(self, seq: int, layer: int, first: int, last: int | None) -> tuple[int, int]:
         """Checked bounds of `kv_view`."""

@@ -178,6 +178,7 @@ class NativeTarget(Target):
     def kv_attend(self, seq: int, layer: int, first: int, last: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """By the kernels, in the pages themselves; see `Target.kv_attend`. Raises HyflashError without memory."""
         first, last = self._kv_span(seq, layer, first, last)
+        self._check_queries(first, last, queries)
         if self._spec.rope_interleaved:
             half = len(self._spec.ropes[0].frequencies)
             turned = torch.stack((queries[..., :half], queries[..., half : 2 * half]), dim=-1).flatten(-2)
