@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,10 +79,12 @@ def make_text(target: api.LoadedTarget, distance: int, rng: random.Random, *, to
     return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)))
 
 
-def recordings(target: api.LoadedTarget, taps: tuple[int, ...], texts: list[Text]) -> list[Recording]:
-    """The texts with their features; one token more, so that all of the fact may be drafted."""
-    end = target.tokenizer.encode(".")[:1]
-    return [record(target.model, taps, text.prompt, [*text.fact, *end]) for text in texts]
+def recordings(target: api.LoadedTarget, drafters: Collection[Drafter], texts: list[Text]) -> list[Recording]:
+    """The texts with what the drafters read of the target; one token more, so that all of the fact may be drafted."""
+    end = target.tokenizer.encode(".")[-1:]
+    taps = sorted({tap for drafter in drafters for tap in drafter.target_layer_ids})
+    kv_layers = sorted({layer for drafter in drafters for layer in drafter.target_kv_layers})
+    return [record(target.model, taps, text.prompt, [*text.fact, *end], kv_layers=kv_layers) for text in texts]
 
 
 def score(drafter: Drafter, recorded: list[Recording], num_fact: list[int]) -> tuple[list[float], list[float]]:
@@ -119,13 +122,12 @@ def main() -> None:
     calm_libraries()
     target = api.load_target(options.target, TargetOptions(backend=options.backend, num_threads=options.threads))
     drafters = {name: _loaded(name, target) for name in options.drafter or [hub.default_drafter(options.target)]}
-    taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.target_layer_ids}))
     rows: list[dict[str, Any]] = []
     for distance in options.distances:
         for told in (True, False):
             rng = random.Random(f"{options.seed} {distance}")
             texts = [make_text(target, distance, rng, told=told) for _ in range(options.texts)]
-            recorded = recordings(target, taps, texts)
+            recorded = recordings(target, drafters.values(), texts)
             for name, drafter in drafters.items():
                 first, run = score(drafter, recorded, [len(text.fact) for text in texts])
                 figures = {"first": interval(first), "in_a_row": interval(run)}
