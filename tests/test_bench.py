@@ -355,8 +355,9 @@ def test_acceptance_only_command_has_null_speeds(path: Path, capsys: pytest.Capt
 
 
 def test_context_beyond_the_target_is_cut_and_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    got = bench_json(capsys, "-t", str(path), "-d", "lookup", "--limit", "1", "-n", "8", "--context", "8k")
-    assert {row["prompt_tokens_median"] for row in got["results"]} == {TINY_CONTEXT - 8}
+    got = bench_json(capsys, "-t", str(path), "-d", "lookup", "--limit", "1", "-n", "8", "--context", "8k,64,16k,64")
+    places = [(row["domain"], row["prompt_tokens_median"]) for row in got["results"]]
+    assert places == [(domain, n) for domain in ("chat", "math", "code") for n in (TINY_CONTEXT - 8, 64)], "each once"
     assert "8192 tokens were cut to 248" in got["warnings"][0]
 
 

@@ -208,14 +208,20 @@ def _workloads(
     from hyflash.bench import workloads as w
 
     out: list[Workload] = []
-    notes: list[str] = []
     most = loaded.model.info.max_context
     room = most - max_tokens
     if room < 1 and contexts != [None]:
         raise UserError(f"max_tokens is {max_tokens} and {loaded.name} holds {most} tokens, so no context has room.")
+    notes = [
+        f"prompts of {context} tokens were cut to {room}: {loaded.name} holds {most} tokens and the answer takes "
+        f"{max_tokens}"
+        for context in contexts
+        if context is not None and context > room
+    ]
+    sizes = dict.fromkeys(None if context is None else min(context, room) for context in contexts)  # each once
     for domain, found in w.read(sources, limit=limit, seed=seed).items():
-        for context in contexts:
-            if context is None:
+        for size in sizes:
+            if size is None:
                 out.append(w.natural(domain, found, loaded.tokenizer, thinking=thinking))
                 for prompt_id, ids in zip(out[-1].ids, out[-1].prompts, strict=True):
                     if len(ids) >= most:  # found out now, not after an hour
@@ -224,14 +230,7 @@ def _workloads(
                             "least one for the answer. Leave it out."
                         )
                 continue
-            if context > room:
-                notes.append(
-                    f"prompts of {context} tokens were cut to {room}: {loaded.name} holds "
-                    f"{most} tokens and the answer takes {max_tokens}"
-                )
-            out.append(
-                w.stretched(domain, found, loaded.tokenizer, context=min(context, room), seed=seed, thinking=thinking)
-            )
+            out.append(w.stretched(domain, found, loaded.tokenizer, context=size, seed=seed, thinking=thinking))
     return out, list(dict.fromkeys(notes))
 
 
