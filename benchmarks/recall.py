@@ -22,7 +22,7 @@ from hyflash.cli.main import calm_libraries
 from hyflash.core import TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.replay import Recording, measure, record
-from hyflash.errors import UserError
+from hyflash.errors import HyflashError, UserError
 from hyflash.metrics import quantile
 
 OWNERS = """Ada Bruno Clara Dmitri Elena Farid Greta Hugo Irene Jonas Kamal Lidia Marek Nadia Otto Priya"""
@@ -63,20 +63,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="auto, native or torch")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if min(found.texts, *found.distances) < 1:
+        parser.error("expected at least 1 text, and distances of at least 1 token")
+    return found
 
 
 def make_text(target: api.LoadedTarget, distance: int, rng: random.Random, *, told: bool) -> Text:
     """A fact, about `distance` tokens of other sentences, and the fact's beginning; without the fact if not `told`."""
     encode = target.tokenizer.encode
+    num_special = len(encode(""))  # a token that begins texts stands at the beginning only
     start = f"The three words of {_one(OWNERS, rng)} are"
     fact = f" {_one(PLACES, rng)} {_one(COLOURS, rng)} {_one(THINGS, rng)}"
     before = encode("It was an ordinary day. " + (start + fact + "." if told else ""))
     filler: list[int] = []
     while len(filler) < distance:
-        filler += encode(" " + rng.choice(FILLER))
-    again = encode("\n" + start)
-    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)))
+        filler += encode(" " + rng.choice(FILLER))[num_special:]
+    again = encode("\n" + start)[num_special:]
+    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)[num_special:]))
 
 
 def recordings(target: api.LoadedTarget, drafters: Collection[Drafter], texts: list[Text]) -> list[Recording]:
@@ -143,5 +147,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as err:
+    except HyflashError as err:
         sys.exit(f"error: {err}")
