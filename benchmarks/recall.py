@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from hyflash.cli.main import calm_libraries
 from hyflash.core import TargetOptions
 from hyflash.drafters.base import Drafter
 from hyflash.engine.replay import Recording, measure, record
-from hyflash.errors import UserError
+from hyflash.errors import HyflashError, UserError
 from hyflash.metrics import quantile
 
 OWNERS = """Ada Bruno Clara Dmitri Elena Farid Greta Hugo Irene Jonas Kamal Lidia Marek Nadia Otto Priya"""
@@ -62,26 +63,32 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="auto, native or torch")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    return parser.parse_args()
+    found = parser.parse_args()
+    if min(found.texts, *found.distances) < 1:
+        parser.error("expected at least 1 text, and distances of at least 1 token")
+    return found
 
 
 def make_text(target: api.LoadedTarget, distance: int, rng: random.Random, *, told: bool) -> Text:
     """A fact, about `distance` tokens of other sentences, and the fact's beginning; without the fact if not `told`."""
     encode = target.tokenizer.encode
+    num_special = len(encode(""))  # a token that begins texts stands at the beginning only
     start = f"The three words of {_one(OWNERS, rng)} are"
     fact = f" {_one(PLACES, rng)} {_one(COLOURS, rng)} {_one(THINGS, rng)}"
     before = encode("It was an ordinary day. " + (start + fact + "." if told else ""))
     filler: list[int] = []
     while len(filler) < distance:
-        filler += encode(" " + rng.choice(FILLER))
-    again = encode("\n" + start)
-    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)))
+        filler += encode(" " + rng.choice(FILLER))[num_special:]
+    again = encode("\n" + start)[num_special:]
+    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)[num_special:]))
 
 
-def recordings(target: api.LoadedTarget, taps: tuple[int, ...], texts: list[Text]) -> list[Recording]:
-    """The texts with their features; one token more, so that all of the fact may be drafted."""
-    end = target.tokenizer.encode(".")[:1]
-    return [record(target.model, taps, text.prompt, [*text.fact, *end]) for text in texts]
+def recordings(target: api.LoadedTarget, drafters: Collection[Drafter], texts: list[Text]) -> list[Recording]:
+    """The texts with what the drafters read of the target; one token more, so that all of the fact may be drafted."""
+    end = target.tokenizer.encode(".")[-1:]
+    taps = sorted({tap for drafter in drafters for tap in drafter.target_layer_ids})
+    kv_layers = sorted({layer for drafter in drafters for layer in drafter.target_kv_layers})
+    return [record(target.model, taps, text.prompt, [*text.fact, *end], kv_layers=kv_layers) for text in texts]
 
 
 def score(drafter: Drafter, recorded: list[Recording], num_fact: list[int]) -> tuple[list[float], list[float]]:
@@ -119,13 +126,12 @@ def main() -> None:
     calm_libraries()
     target = api.load_target(options.target, TargetOptions(backend=options.backend, num_threads=options.threads))
     drafters = {name: _loaded(name, target) for name in options.drafter or [hub.default_drafter(options.target)]}
-    taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.target_layer_ids}))
     rows: list[dict[str, Any]] = []
     for distance in options.distances:
         for told in (True, False):
             rng = random.Random(f"{options.seed} {distance}")
             texts = [make_text(target, distance, rng, told=told) for _ in range(options.texts)]
-            recorded = recordings(target, taps, texts)
+            recorded = recordings(target, drafters.values(), texts)
             for name, drafter in drafters.items():
                 first, run = score(drafter, recorded, [len(text.fact) for text in texts])
                 figures = {"first": interval(first), "in_a_row": interval(run)}
@@ -141,5 +147,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserError as err:
+    except HyflashError as err:
         sys.exit(f"error: {err}")

@@ -1,109 +1,79 @@
 """The long-context study, from prompts to tables: `python benchmarks/study.py benchmarks/study.toml --data DATA_DIR`.
 
-In: a TOML file that names target, training budget and arms, and a folder of public data (see `recipes/long_prompts.py`
-and `recipes/smol_prompts.py`). Out: under `--out` the prompts, the target's answers, captures, one run for each arm and
-seed, results as JSON, and `report.md` with a plot. Stages run in order and each is left out where its result is there
-already, so a run that was stopped goes on; `--only` runs one. It takes hours. A stage is a command of hyflash that can
-be run by hand, and is printed before it runs.
+In: a TOML file that names target, training budget and arms (`study_plan.py`), and a folder of public data (see
+`recipes/long_prompts.py` and `recipes/smol_prompts.py`). Out: under `--out` prompts, the target's answers, captures,
+a run of each arm and seed, results as JSON, `report.md` and a plot (`study_report.py`). Stages run in order, each left
+out where its result is there already, so a study that was stopped goes on; `--only` runs one. Arms and seeds may be
+added to the plan later; all are then measured again. It takes hours. A stage is a command of hyflash that can be run by
+hand, and is printed before it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import fcntl
+import os
 import shlex
+import signal
 import subprocess
 import sys
-import tomllib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from hyflash.metrics import counts_difference, counts_interval
+from study_plan import COST_TOKENS, ROOT, Plan, keep_plan, read_plan
+from study_report import report
 
-ROOT = Path(__file__).resolve().parents[1]
+from hyflash.data.disk import read_json
+from hyflash.errors import HyflashError, UserError
+
 HYFLASH = (
     sys.executable,
     "-c",
     "import sys; sys.argv[0] = 'hyflash'; from hyflash.cli import main; sys.exit(main())",
 )
 """The command, whether installed or not."""
-Counts = list[tuple[int, int]]
-"""(committed tokens, rounds) of each prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """A drafter of the study: one that is trained, or another one's checkpoint read by a training-free method."""
-
-    name: str
-    recipe: str = ""
-    options: tuple[str, ...] = ()
-    over: str = ""
-    """METHOD:ARM, for training-free arms."""
-    seeds: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The TOML file, and where things are."""
-
-    target: str
-    contexts: tuple[int, ...]
-    answer_tokens: int
-    draft_tokens: int
-    short_prompts: int
-    long_prompts: int
-    """Of each, how many are answered for training."""
-    per_kind: int
-    per_cell: int
-    """Long prompts made for training, of each kind; for the test, of each kind and context."""
-    training: tuple[str, ...]
-    kv_layers: tuple[int, ...]
-    arms: tuple[Arm, ...]
-    base: str
-    """The arm that others are compared with."""
-    data: Path
-    out: Path
-
-    def trained(self) -> Iterable[tuple[Arm, int, Path]]:
-        """Arms with a recipe, seed by seed, and the directory of the run."""
-        return ((arm, seed, self.out / f"{arm.name}-{seed}") for arm in self.arms if arm.recipe for seed in arm.seeds)
-
-    def drafters(self) -> dict[str, str]:
-        """Arm and seed -> what names its drafter on the command line."""
-        found = {f"{arm.name}-{seed}": str(run / "best") for arm, seed, run in self.trained()}
-        for arm in self.arms:
-            if arm.over:
-                method, _, under = arm.over.partition(":")
-                found |= {f"{arm.name}-{seed}": f"{method}:{found[f'{under}-{seed}']}" for seed in arm.seeds}
-        return found
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """A lock that commands inherit: after a kill of this script its command may be at work still. Raises UserError."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            raise UserError(
+                f"{out}: a study, or a command that one has left, is at work there; wait or end it."
+            ) from err
+        os.set_inheritable(file.fileno(), True)
+        yield
 
 
-def read_plan(path: Path, data: Path, out: Path) -> Plan:
-    """The plan of a TOML file."""
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    arms = tuple(Arm(**_frozen(arm)) for arm in table.pop("arm"))
-    return Plan(**_frozen(table), arms=arms, data=data.resolve(), out=out.resolve())
-
-
-def _frozen(table: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-
-
-def run(*words: object) -> None:
-    """A command in the project's folder; the study ends where one fails."""
+def run(*words: object, to: Path | None = None) -> None:
+    """A command in the project's folder, its output in the file `to`, whole or not; the study ends where one fails."""
     command = [str(word) for word in words]
-    print("$", shlex.join(command), flush=True)
-    done = subprocess.run(command, cwd=ROOT, check=False)
-    if done.returncode:
-        sys.exit(f"the stage stopped with {done.returncode}; run the same again to go on.")
+    print("$", shlex.join(command), *([] if to is None else [">", to]), flush=True)
+    part = None if to is None else to.with_name(f"{to.name}.part")
+    with nullcontext() if part is None else part.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, close_fds=False)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the command has heard it too, and may have something to save
+            code = process.wait() or 130
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        sys.exit(f"the stage stopped with {code}; run the same again to go on.")
+    if part is not None and to is not None:
+        part.rename(to)
 
 
-def hyflash(*words: object) -> None:
+def hyflash(*words: object, to: Path | None = None) -> None:
     """A command of hyflash."""
-    run(*HYFLASH, *words)
+    run(*HYFLASH, *words, to=to)
 
 
 def prompts(plan: Plan) -> None:
@@ -136,198 +106,60 @@ def _regenerate(plan: Plan, source: Path, out: Path) -> list[object]:
 
 def capture(plan: Plan) -> None:
     """Features, and the target's keys and values for the drafters that read them."""
-    recipe = next(arm.recipe for arm in plan.arms if arm.recipe)
-    layers = ["--kv-layers", ",".join(map(str, plan.kv_layers))] if plan.kv_layers else []
     for name in ("short", "long"):
         hyflash(
-            "data", "capture", plan.out / f"{name}-answers.jsonl", "--recipe", recipe, "-t", plan.target, *layers,
+            "data", "capture", plan.out / f"{name}-answers.jsonl", "--recipe", plan.capture, "-t", plan.target,
             "--out", plan.out / f"{name}-shards",
         )  # fmt: skip
 
 
 def train(plan: Plan) -> None:
     """Every arm and seed, with the same data, budget and anchors."""
-    shards = json.dumps([str(plan.out / "short-shards"), str(plan.out / "long-shards")])
     for arm, seed, out in plan.trained():
         if (out / "done").exists():
             continue
-        options = [f"data.shards={shards}", f"target.name={plan.target}", f"train.seed={seed}"]
-        overrides = [word for option in (*options, *plan.training, *arm.options) for word in ("-o", option)]
+        overrides = [word for option in plan.overrides(arm, seed) for word in ("-o", option)]
         hyflash("train", arm.recipe, "--out", out, *(["--resume"] if out.exists() else []), *overrides)
         (out / "done").touch()
 
 
 def accept(plan: Plan) -> None:
     """Acceptance on the test prompts, all arms over the same answers."""
-    if (plan.out / "acceptance.json").exists():
-        return
-    named = [word for drafter in plan.drafters().values() for word in ("-d", drafter)]
-    _to_file(
-        plan.out / "acceptance.json",
-        "bench", "-t", plan.target, *named, "--prompts", plan.out / "test.jsonl", "--acceptance-only",
-        "-n", plan.answer_tokens, "--num-draft-tokens", plan.draft_tokens, "--json",
-    )  # fmt: skip
+    path, named = plan.out / "acceptance.json", list(plan.drafters().values())
+    if not _measured(path, named):
+        hyflash(
+            "bench", "-t", plan.target, *_each(named), "--prompts", plan.out / "test.jsonl", "--acceptance-only",
+            "-n", plan.answer_tokens, "--num-draft-tokens", plan.draft_tokens, "--json", to=path,
+        )  # fmt: skip
 
 
 def cost(plan: Plan) -> None:
     """Times of draft pass, commit and target after prompts of each context, first seeds only, one context a run."""
-    drafters = plan.drafters()
-    firsts = [drafters[f"{arm.name}-{arm.seeds[0]}"] for arm in plan.arms]
+    named = plan.first_drafters()
     for context in plan.contexts:
-        path = plan.out / f"cost-{context}.json"
-        if not path.exists():
-            named = [word for drafter in firsts for word in ("-d", drafter)]
-            size = context - plan.answer_tokens
-            _to_file(
-                path,
-                "bench", "-t", plan.target, *named, "--prompts", "demo", "--limit", 1, "--context", size, "-n", 64,
-                "--length", "fixed", "--num-draft-tokens", plan.draft_tokens, "--json",
+        path, size = plan.out / f"cost-{context}.json", context - plan.answer_tokens
+        if not _measured(path, named):
+            hyflash(
+                "bench", "-t", plan.target, *_each(named), "--prompts", "demo", "--limit", 1, "--context", size,
+                "-n", COST_TOKENS, "--length", "fixed", "--num-draft-tokens", plan.draft_tokens, "--json", to=path,
             )  # fmt: skip
 
 
 def recall(plan: Plan) -> None:
     """What the memories carry, first seeds only."""
-    if not (plan.out / "recall.json").exists():
-        drafters = plan.drafters()
-        named = [word for arm in plan.arms for word in ("-d", drafters[f"{arm.name}-{arm.seeds[0]}"])]
-        with (plan.out / "recall.json.part").open("w") as file:
-            subprocess.run(
-                [sys.executable, "benchmarks/recall.py", "-t", plan.target, *named, "--json"],
-                cwd=ROOT,
-                stdout=file,
-                check=True,
-            )
-        (plan.out / "recall.json.part").rename(plan.out / "recall.json")
+    path, named = plan.out / "recall.json", plan.first_drafters()
+    if not _measured(path, named):
+        run(sys.executable, "benchmarks/recall.py", "-t", plan.target, *_each(named), "--json", to=path)
 
 
-def _to_file(path: Path, *words: object) -> None:
-    command = [*HYFLASH, *map(str, words)]
-    print("$", shlex.join(command), ">", path, flush=True)
-    part = path.with_suffix(".part")
-    with part.open("w") as file:
-        subprocess.run(command, cwd=ROOT, stdout=file, check=True)
-    part.rename(path)
+def _each(drafters: Sequence[str]) -> list[str]:
+    return [word for drafter in drafters for word in ("-d", drafter)]
 
 
-# --------------------------------------------------------------------------------------------- report
-
-
-def report(plan: Plan) -> None:
-    """Tables of all that was measured, in Markdown, and a plot of tau by context."""
-    found = json.loads((plan.out / "acceptance.json").read_text())
-    counts = by_arm(found["results"], {path: name for name, path in plan.drafters().items()}, plan)
-    parts = [tau_table(plan, counts), difference_table(plan, counts), kind_table(plan, counts), cost_table(plan)]
-    (plan.out / "report.md").write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
-    plot(plan, counts)
-    print(plan.out / "report.md")
-
-
-Cells = dict[str, dict[tuple[str, int], Counts]]
-"""Arm -> (kind, context) -> counts of all seeds, one seed after the other."""
-
-
-def by_arm(rows: Sequence[dict[str, Any]], names: dict[str, str], plan: Plan) -> Cells:
-    """Counts by arm, kind and context from the rows of a bench run over `KIND-CONTEXT` domains."""
-    cells: Cells = {arm.name: {} for arm in plan.arms}
-    for row in rows:
-        kind, _, context = row["domain"].rpartition("-")
-        arm = names[row["drafter"]].rpartition("-")[0]
-        pairs = list(zip(row["committed_by_prompt"], row["rounds_by_prompt"], strict=True))
-        cells[arm].setdefault((kind, int(context)), []).extend(pairs)
-    return cells
-
-
-def at_context(cells: dict[tuple[str, int], Counts], context: int) -> Counts:
-    """Counts of all kinds at one context, kinds in order of their names."""
-    return [pair for key in sorted(cells) if key[1] == context for pair in cells[key]]
-
-
-def tau_table(plan: Plan, counts: Cells) -> str:
-    """Tau by arm and context with intervals over prompts."""
-    lines = [_header("tau", plan.contexts)]
-    for arm in plan.arms:
-        cells = [_said(counts_interval(at_context(counts[arm.name], c))) for c in plan.contexts]
-        lines.append(f"| {arm.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def difference_table(plan: Plan, counts: Cells) -> str:
-    """Tau of each arm minus that of the base arm on the same prompts; first seeds where the numbers of seeds differ."""
-    lines = [_header(f"tau minus {plan.base}", plan.contexts)]
-    for arm in plan.arms:
-        if arm.name != plan.base:
-            pairs = ((at_context(counts[arm.name], c), at_context(counts[plan.base], c)) for c in plan.contexts)
-            cells = [_said(counts_difference(*_alike(a, b)), sign=True) for a, b in pairs]
-            lines.append(f"| {arm.name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def kind_table(plan: Plan, counts: Cells) -> str:
-    """Tau by arm and kind of task, all contexts together."""
-    kinds = sorted({kind for cells in counts.values() for kind, _ in cells})
-    lines = [_header("tau by kind", kinds)]
-    for arm in plan.arms:
-        pools = [[pair for key, own in counts[arm.name].items() if key[0] == kind for pair in own] for kind in kinds]
-        lines.append(f"| {arm.name} | {' | '.join(f'{_pooled(pool):.2f}' for pool in pools)} |")
-    return "\n".join(lines)
-
-
-def cost_table(plan: Plan) -> str:
-    """Milliseconds of proposal, commit and target, and bytes held, by context."""
-    names = {path: name for name, path in plan.drafters().items()}
-    lines = []
-    for context in plan.contexts:
-        path = plan.out / f"cost-{context}.json"
-        if not path.exists():
-            return ""
-        for row in json.loads(path.read_text())["results"]:
-            if row["draft_ms_per_round"] is not None:
-                propose = row["draft_ms_per_round"] - row["commit_ms_per_round"]
-                lines.append(
-                    f"| {names[row['drafter']].rpartition('-')[0]} | {context} | {propose:.2f} | "
-                    f"{row['commit_ms_per_round']:.2f} | {row['verify_ms_per_round']:.2f} | {row['measured_bytes']:,} |"
-                )
-    head = "| arm | context | proposal, ms | commit, ms | target, ms | drafter bytes |\n|---|---|---|---|---|---|"
-    return "\n".join([head, *sorted(set(lines))])
-
-
-def plot(plan: Plan, counts: Cells) -> None:
-    """Tau by context, one line an arm."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for arm in plan.arms:
-        axes.plot(
-            plan.contexts, [_pooled(at_context(counts[arm.name], c)) for c in plan.contexts], "o-", label=arm.name
-        )
-    axes.set(xscale="log", xlabel="context, tokens", ylabel="tokens committed per round", xticks=plan.contexts)
-    axes.set_xticklabels([str(c) for c in plan.contexts])
-    axes.legend(fontsize="small")
-    figure.savefig(plan.out / "tau.png", dpi=150, bbox_inches="tight")
-    plt.close(figure)
-
-
-def _alike(left: Counts, right: Counts) -> tuple[Counts, Counts]:
-    """Both cut to the seeds that both have."""
-    size = min(len(left), len(right))
-    return left[:size], right[:size]
-
-
-def _pooled(pool: Counts) -> float:
-    rounds = sum(rounds for _, rounds in pool)
-    return sum(tokens for tokens, _ in pool) / rounds if rounds else 0.0
-
-
-def _said(interval: Any, *, sign: bool = False) -> str:
-    form = "+.3f" if sign else ".3f"
-    return f"{interval.value:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
-
-
-def _header(what: str, columns: Sequence[object]) -> str:
-    return f"| {what} | {' | '.join(map(str, columns))} |\n|{'---|' * (1 + len(columns))}"
+def _measured(path: Path, drafters: Sequence[str]) -> bool:
+    """Whether the results in a file, where there is one, are of all these drafters."""
+    found = read_json(path) if path.exists() else {}
+    return set(drafters) <= {row["drafter"] for row in found.get("results") or found.get("rows") or ()}
 
 
 STAGES: dict[str, Callable[[Plan], None]] = {
@@ -343,11 +175,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--only", choices=list(STAGES), help="run one stage")
     options = parser.parse_args()
-    plan = read_plan(options.plan, options.data, options.out)
-    plan.out.mkdir(parents=True, exist_ok=True)
-    for name, stage in STAGES.items():
-        if options.only in (None, name):
-            stage(plan)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        plan = read_plan(options.plan, options.data, options.out)
+        plan.out.mkdir(parents=True, exist_ok=True)
+        with alone(plan.out):
+            keep_plan(plan)
+            for name, stage in STAGES.items():
+                if options.only in (None, name):
+                    stage(plan)
+    except (HyflashError, OSError) as err:
+        sys.exit(f"error: {err}")
+
+
+def _terminated(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import random
+import sys
 import sysconfig
 import zipfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from hyflash import hub
+from hyflash.data.disk import write_atomic
+from hyflash.errors import HyflashError
 from hyflash.text import Tokenizer
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
@@ -193,7 +196,7 @@ def main() -> None:
                     rows.append({"messages": messages, "domain": kind + ending})
         random.Random(0).shuffle(rows)
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (options.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_atomic(options.out / f"{name}.jsonl", text.encode())
         print(f"{len(rows)} prompts -> {options.out / f'{name}.jsonl'}")  # noqa: T201
 
 
@@ -239,4 +242,9 @@ def _parsed(text: str) -> ast.Module:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HyflashError as err:
+        sys.exit(f"error: {err}")
+    except OSError as err:
+        sys.exit(f"error: {err.filename}: {err.strerror}; the head of this script says which files it reads.")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import smol_prompts as first
 
+from hyflash.data.disk import write_atomic
+
 TOPICS = """
 tides; origami; the Black Death; compost; electric guitars; the human brain; opera; learning Mandarin; balconies; the
 Arctic; salary talks; deforestation; card tricks; ancient Egypt; batteries; school lunches; travelling in Peru; writing
@@ -94,7 +96,7 @@ def main(data: Path, out: Path) -> None:
     }
     mixed = list(rows.values())
     rng.shuffle(mixed)
-    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in mixed), encoding="utf-8")
+    write_atomic(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in mixed).encode())
     print(f"{len(mixed)} prompts -> {out}")  # noqa: T201
 
 
@@ -105,4 +107,7 @@ def _plain(text: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except OSError as err:
+        sys.exit(f"error: {err.filename}: {err.strerror}; the head of this script says which files it reads.")

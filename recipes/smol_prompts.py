@@ -15,6 +15,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from hyflash.data.disk import write_atomic
+
 TOPICS = """
 black holes; the French Revolution; sourdough bread; time management; electric cars; the human heart; jazz
 music; learning Spanish; small gardens; the Great Barrier Reef; job interviews; climate change; chess openings;
@@ -111,11 +113,14 @@ def main(data: Path, out: Path) -> None:
         for text in make(data, rng)
     ]
     rng.shuffle(rows)
-    out.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+    write_atomic(out, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows).encode())
     print(f"{len(rows)} prompts -> {out}")  # noqa: T201
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except OSError as err:
+        sys.exit(f"error: {err.filename}: {err.strerror}; the head of this script says which files it reads.")

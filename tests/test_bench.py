@@ -42,6 +42,8 @@ ROW_FIELDS = {
     "computed_bytes",
     "committed_by_prompt",
     "rounds_by_prompt",
+    "loop_free_committed_by_prompt",
+    "loop_free_rounds_by_prompt",
     "verify_ms_per_round",
     "ttft_sec",
     "state_bytes",

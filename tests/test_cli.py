@@ -730,6 +730,17 @@ def test_regeneration_leaves_a_foreign_file_as_it_is(
     assert [p.name for p in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
+def test_regeneration_does_not_take_answers_of_nobody_knows_whom_for_its_own(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_json(capsys, *asked, "--json", "-q")
+    (tmp_path / "a" / "answers.jsonl.meta.json").unlink()
+    before = (tmp_path / "a" / "answers.jsonl").read_bytes()
+    assert "answers.jsonl.meta.json beside it, which says whose they are, is gone" in run_error(capsys, *asked, "-q")
+    assert (tmp_path / "a" / "answers.jsonl").read_bytes() == before
+    assert not (tmp_path / "a" / "answers.jsonl.meta.json").exists()
+
+
 @pytest.mark.parametrize("side", [b"", b"[]", b"null", b"\xff", b"{"])
 def test_damaged_side_file_of_a_regeneration_is_named(
     asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], side: bytes

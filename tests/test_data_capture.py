@@ -227,6 +227,17 @@ def test_a_flipped_byte_is_found_by_checksum(captured: Path) -> None:
     ShardReader(captured, verify=False)
 
 
+@pytest.mark.parametrize("fact", [b'length\\": 1', b"length\\", b"prompt_len\\", b"id\\"])
+def test_a_header_whose_examples_do_not_fit_is_refused_without_checksums_too(captured: Path, fact: bytes) -> None:
+    """A flipped digit would shift the features of every example behind it."""
+    path = captured / "shard-00000.safetensors"
+    content = path.read_bytes()
+    at = content.index(fact) + len(fact) - 1
+    path.write_bytes(content[:at] + (b"2" if fact.endswith(b"1") else b"_") + content[at + 1 :])
+    with pytest.raises(UserError, match="shard-00000"):
+        ShardReader(captured, verify=False)
+
+
 def test_a_missing_shard_or_manifest_or_other_format_is_refused(captured: Path) -> None:
     (captured / "shard-00000.safetensors").unlink()
     with pytest.raises(UserError, match=r"shard-00000.*No such file"):

@@ -24,6 +24,8 @@ def blocks(page: Path, kind: str) -> list[str]:
 
 def commands() -> list[str]:
     lines = [line.strip() for page in PAGES for block in blocks(page, "sh") for line in block.splitlines()]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in PAGES]
+    lines += [line.strip() for text in texts for line in text.splitlines() if line.startswith("    ")]
     return [line for line in lines if line.startswith("hyflash ")]
 
 

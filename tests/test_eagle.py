@@ -283,6 +283,9 @@ def test_a_pickled_file_gives_tensors_or_nothing(content: Any, tmp_path: Path) -
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="holds"):
         checkpoint.load(str(tmp_path), hooks())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"hello, world")  # torch: KeyError 101
+    with pytest.raises(UserError, match="is damaged"):
+        checkpoint.load(str(tmp_path), hooks())
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(UserError, match="damaged"):
         checkpoint.load(str(tmp_path), hooks())

@@ -519,6 +519,14 @@ def test_layers_with_a_hidden_recurrence_are_found_by_feeding_a_text_in_pieces(l
 # -------------------------------------------------------------------------------------- identities
 
 
+@pytest.mark.parametrize("content", [b"", b"abc", bytes(64), b"\x02" + bytes(7) + b"[]", b"\xff" * 64])
+def test_a_weight_file_that_is_none_is_named_by_the_fingerprint(tmp_path: Path, content: bytes) -> None:
+    """A file that is no part of the model, or a download that was cut off."""
+    (tmp_path / "adapter.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"adapter\.safetensors is no whole safetensors file"):
+        fingerprint(tmp_path)
+
+
 def test_the_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> None:
     one = family_dir(tmp_path, "llama", name="one")
     model = AutoModelForCausalLM.from_pretrained(one)

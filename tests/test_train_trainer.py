@@ -93,6 +93,12 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(trainer.Trainer, "_forward", forward)
 
 
+def test_more_draft_tokens_than_the_drafter_proposes_are_refused(shards: Path, tmp_path: Path) -> None:
+    """A card that says 4 would promise what was measured with 3."""
+    with pytest.raises(UserError, match=r"train.num_draft_tokens is 4; this drafter proposes at most 3"):
+        go(recipe(shards, num_draft_tokens=4), tmp_path / "run")
+
+
 @pytest.mark.parametrize(("stop", "accumulate"), [(10, 1), (7, 2)])
 def test_twenty_steps_equal_a_stop_a_resume_and_the_rest_bit_for_bit(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int, accumulate: int

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -308,7 +307,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 def _read_pickled(file: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as err:
+    except MemoryError:
+        raise
+    except Exception as err:  # torch answers files that are none of its own with errors of every kind
         raise UserError(f"{file}: is damaged, or holds more than tensors ({err}); copy it again.") from err
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"{file}: holds something else than named tensors; expected a drafter's weights.")

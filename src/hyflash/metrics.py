@@ -83,16 +83,13 @@ def summarize(results: Sequence[Result]) -> Acceptance:
     kept: list[int] = []
     taus: list[float] = []
     for result in results:
-        loops = in_loop(result.token_ids)
-        first = 0
+        free_tokens, free_rounds = loop_free_counts(result)
+        loop_free_tokens += free_tokens
+        loop_free_rounds += free_rounds
         for r in result.rounds:
             accepted = min(r.num_accepted, r.num_committed)
             num_drafted += r.num_drafted
             num_accepted += accepted
-            if not (first < len(loops) and loops[first]):
-                loop_free_rounds += 1
-                loop_free_tokens += r.num_committed
-            first += r.num_committed
             # Without a bonus token a stop rule ended the round: the next draft was never judged.
             last = accepted + 1 if r.num_committed > accepted else accepted
             for i in range(min(last, r.num_drafted)):
@@ -101,10 +98,11 @@ def summarize(results: Sequence[Result]) -> Acceptance:
                     kept.append(0)
                 judged[i] += 1
                 kept[i] += i < accepted
-        num_rounds += len(result.rounds)
-        num_tokens += first
-        if result.rounds:
-            taus.append(first / len(result.rounds))
+        tokens, rounds = counts(result)
+        num_rounds += rounds
+        num_tokens += tokens
+        if rounds:
+            taus.append(tokens / rounds)
     return Acceptance(
         tau=num_tokens / num_rounds if num_rounds else 0.0,
         tau_mean_of_requests=sum(taus) / len(taus) if taus else 0.0,
@@ -181,6 +179,16 @@ def quantile(values: Sequence[float], q: float) -> float:
 def counts(result: Result) -> tuple[int, int]:
     """Committed tokens and rounds."""
     return sum(r.num_committed for r in result.rounds), len(result.rounds)
+
+
+def loop_free_counts(result: Result) -> tuple[int, int]:
+    """Committed tokens and rounds of the rounds whose first committed token is not inside a loop."""
+    loops, first, free = in_loop(result.token_ids), 0, []
+    for r in result.rounds:
+        if not (first < len(loops) and loops[first]):
+            free.append(r.num_committed)
+        first += r.num_committed
+    return sum(free), len(free)
 
 
 def _pooled(counts: Sequence[tuple[int, int]], picks: Sequence[int]) -> float:

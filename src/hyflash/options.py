@@ -32,6 +32,8 @@ class Options(BaseModel):
         except ValidationError as err:
             first = err.errors()[0]
             name = ".".join(str(part) for part in first["loc"]) or "options"
+            if first["type"] == "missing":
+                raise UserError(f"{where}: {name} is missing; it has no default.") from err
             raise UserError(f"{where}: {name} is {first['input']!r}: {first['msg']}.") from err
 
     @classmethod

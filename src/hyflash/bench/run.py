@@ -24,7 +24,16 @@ from hyflash.engine.decode import Engine
 from hyflash.engine.length import FixedLength
 from hyflash.engine.replay import measure, record
 from hyflash.errors import HyflashError
-from hyflash.metrics import Acceptance, Interval, bootstrap_interval, counts, difference_interval, quantile, summarize
+from hyflash.metrics import (
+    Acceptance,
+    Interval,
+    bootstrap_interval,
+    counts,
+    difference_interval,
+    loop_free_counts,
+    quantile,
+    summarize,
+)
 from hyflash.targets.base import Target
 
 Progress = Callable[[int, int, str], None]
@@ -254,9 +263,14 @@ def as_dict(row: Row) -> dict[str, Any]:
         "exact": row.exact,
         "forks": [asdict(fork) for fork in row.forks],
         "prompts_sha256": row.workload.sha256,
-        "committed_by_prompt": [counts(result)[0] for result in row.results],
-        "rounds_by_prompt": [counts(result)[1] for result in row.results],
+        **_by_prompt("", [counts(result) for result in row.results]),
+        **_by_prompt("loop_free_", [loop_free_counts(result) for result in row.results]),
     }
+
+
+def _by_prompt(prefix: str, pairs: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    """JSON fields of (committed tokens, rounds) of each prompt."""
+    return {f"{prefix}committed_by_prompt": [n for n, _ in pairs], f"{prefix}rounds_by_prompt": [r for _, r in pairs]}
 
 
 def drafter_sha256(drafter: Drafter) -> str:

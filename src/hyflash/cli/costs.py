@@ -54,7 +54,7 @@ def parse(*, context: str | None, widths: str, peers: str | None, repeats: int, 
         peers=find.NAMES if names == ["all"] else tuple(names),
         all_peers=names == ["all"],
         num_repeats=repeats,
-        prefill_tokens=None if prefill is None else flags.parse_tokens(prefill),
+        prefill_tokens=None if prefill is None else flags.parse_tokens(prefill, "prefill"),
     )
 
 

@@ -237,7 +237,7 @@ def check_text(what: str, text: str) -> str:
     return text
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, what: str = "context") -> int:
     """`512`, `2k` (2048) or `1.5k` as a token count. Raises UserError."""
     raw = text.strip().lower()
     try:
@@ -245,7 +245,7 @@ def parse_tokens(text: str) -> int:
     except ValueError:
         count = math.nan
     if not (math.isfinite(count) and count >= 1 and count == int(count)):
-        raise UserError(f"context {text!r} is not a token count; expected something like 512 or 2k.")
+        raise UserError(f"{what} {text!r} is not a token count; expected something like 512 or 2k.")
     return int(count)
 
 

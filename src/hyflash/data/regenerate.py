@@ -156,6 +156,11 @@ def _begin(out: Path, target: Target, sampling: Sampling) -> set[str]:
     if begun and out.is_file():
         _end_with_newline(out)  # first of all: a writer may have been killed before it had one whole line
     done = {a.id for a in read_answers(out).answers} if out.exists() and out.stat().st_size else set()
+    if done and not begun:
+        raise UserError(
+            f"{out}: holds answers, and {side.name} beside it, which says whose they are, is gone; put it back, or "
+            "give another file."
+        )
     with clear_disk_errors(out, "nothing was written"):
         if not begun:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -49,6 +49,8 @@ _FACTS: Mapping[str, type] = {
 }
 _ENTRY: Mapping[str, type] = {"file": str, "sha256": str, "bytes": int, "num_examples": int, "num_tokens": int}
 
+_ROW: Mapping[str, type] = {"id": str, "domain": str, "length": int, "prompt_len": int}
+
 
 def plan_shards(answers: Sequence[Answer], shard_tokens: int) -> list[list[Answer]]:
     """Cut the answers, in order, into shards of at most `shard_tokens` tokens (a longer answer stands alone)."""
@@ -161,6 +163,13 @@ def _has(value: Any, kinds: Mapping[str, type]) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
+def _are_rows(rows: Any, num_tokens: int) -> bool:
+    """Whether a shard's list of examples has whole facts, and all its tokens."""
+    if not isinstance(rows, list) or not all(_has(row, _ROW) for row in rows):
+        return False
+    return sum(row["length"] for row in rows) == num_tokens and all(0 < r["prompt_len"] < r["length"] for r in rows)
+
+
 def _pack(examples: list[Example]) -> bytes:
     """The bytes of one shard."""
     rows = [{"id": e.id, "domain": e.domain, "length": len(e.tokens), "prompt_len": e.prompt_len} for e in examples]
@@ -257,6 +266,8 @@ class ShardReader:
             raise UserError(f"{path}: features have shape {list(shape)}, expected {want}; {again}.")
         if list(kv_shape[:2]) != [entry["num_tokens"], len(self.info.kv_layers)]:
             raise UserError(f"{path}: keys and values have shape {list(kv_shape)}, which does not fit; {again}.")
+        if not _are_rows(rows, entry["num_tokens"]):
+            raise UserError(f"{path}: its list of examples does not fit its tokens; {again}.")
         first = 0
         for row in rows:
             self._places[row["id"]] = _Place(index, first, row["length"], row["prompt_len"], row["domain"])

@@ -11,6 +11,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from hyflash.errors import UserError
+
 SAMPLE_BYTES = 1 << 16
 NUM_SAMPLES = 64
 
@@ -26,7 +28,7 @@ def weight_files(path: str | Path) -> list[Path]:
 def fingerprint(path: str | Path) -> str:
     """First 16 hex digits of a sha256 over the tensors' table and evenly spaced samples of their bytes.
 
-    Raises UserError for a GGUF file that is damaged.
+    Raises UserError for a file that is damaged.
     """
     digest = hashlib.sha256()
     files = weight_files(path)
@@ -46,8 +48,14 @@ def fingerprint(path: str | Path) -> str:
 def _safetensors_table(file: Path) -> tuple[object, int]:
     """Names, types, shapes and places of the tensors, and where the first one begins."""
     with file.open("rb") as f:
-        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        header.pop("__metadata__", None)  # names the library version, not the model
+        length = int.from_bytes(f.read(8), "little")
+        try:
+            header = json.loads(f.read(length) if length <= file.stat().st_size else b"")
+            header.pop("__metadata__", None)  # names the library version, not the model
+        except (ValueError, AttributeError, TypeError, RecursionError) as err:
+            raise UserError(
+                f"{file} is no whole safetensors file; copy it again, or remove it where it is no part of the model."
+            ) from err
         return header, f.tell()
 
 

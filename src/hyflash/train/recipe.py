@@ -130,6 +130,8 @@ def parse_recipe(tables: Mapping[str, Any], *, where: str) -> Recipe:
     train = TrainTable.parse(tables.get("train", {}), where=f"{where} [train]")
     _exactly_one(f"{where} [data]", {"shards": data.shards, "answers": data.answers})
     _exactly_one(f"{where} [train]", {"steps": train.steps, "max_sec": train.max_sec})
+    if data.eval_shards is not None and not data.held_out:
+        raise UserError(f"{where} [data]: eval_shards is given, and held_out, how many of its examples to use, is 0.")
     options = dict(tables.get("drafter", {}))
     name, init = options.pop("name", None), options.pop("init", None)
     if not isinstance(name, str) or not isinstance(init, str | None):

@@ -7,7 +7,6 @@ In: drafter, optimiser and `RunState`. Out: a directory that appears whole or no
 from __future__ import annotations
 
 import io
-import pickle
 import re
 import shutil
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -99,7 +97,9 @@ def load_state(path: Path, expected: RunState, *, drafter: nn.Module, optimizer:
         set_rng_state(training["rng"])
     except OSError as err:
         raise UserError(f"{path}: cannot be read ({err.strerror or err}); delete it to resume the one before.") from err
-    except (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError, ValueError) as err:
+    except MemoryError:
+        raise
+    except Exception as err:  # torch and safetensors answer damaged files with errors of every kind
         first = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise UserError(f"{path}: is damaged ({first}); delete it to resume the one before.") from err
     return state

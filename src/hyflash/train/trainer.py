@@ -145,6 +145,11 @@ class Trainer:
         reporter: Reporter,
     ) -> None:
         self.recipe, self.options = recipe, recipe.train
+        if self.options.num_draft_tokens > drafter.max_draft_tokens:
+            raise UserError(
+                f"train.num_draft_tokens is {self.options.num_draft_tokens}; this drafter proposes at most "
+                f"{drafter.max_draft_tokens}."
+            )
         self.target, self.drafter, self.source = target, drafter, source
         self.run_dir, self.reporter = run_dir, reporter
         self.budget = Budget(steps=self.options.steps, max_sec=self.options.max_sec)
