@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import shlex
 import signal
@@ -25,7 +26,8 @@ from typing import NoReturn
 from study_plan import COST_TOKENS, ROOT, Plan, keep_plan, read_plan
 from study_report import report
 
-from hyflash.data.disk import read_json
+from hyflash.data.disk import read_json, write_atomic
+from hyflash.data.prompts import load_prompts
 from hyflash.errors import HyflashError, UserError
 
 HYFLASH = (
@@ -123,6 +125,26 @@ def train(plan: Plan) -> None:
         (out / "done").touch()
 
 
+def tune(plan: Plan) -> None:
+    """Options of the training-free arms, chosen on long prompts that no arm was trained on."""
+    path = plan.out / "tune.jsonl"
+    if not path.exists():
+        with (plan.out / "long-answers.jsonl").open(encoding="utf-8") as file:
+            trained = {json.loads(line)["id"] for line in file}
+        others = [p for p in load_prompts([str(plan.out / "train.jsonl")]).prompts if p.id not in trained]
+        rows = [{"messages": list(p.messages), "domain": p.domain} for p in others[: plan.tune_prompts]]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    for arm in plan.arms:
+        for seed in arm.seeds:
+            out, done = plan.out / f"{arm.name}-{seed}", plan.out / f"{arm.name}-{seed}.tuned"
+            if arm.over and not done.exists():
+                hyflash(
+                    "calibrate", plan.untuned(arm, seed), "--out", out, "-t", plan.target, "--prompts", path,
+                    "-n", plan.answer_tokens, "--num-draft-tokens", plan.draft_tokens,
+                )  # fmt: skip
+                done.touch()
+
+
 def accept(plan: Plan) -> None:
     """Acceptance on the test prompts, all arms over the same answers."""
     path, named = plan.out / "acceptance.json", list(plan.drafters().values())
@@ -163,7 +185,7 @@ def _measured(path: Path, drafters: Sequence[str]) -> bool:
 
 
 STAGES: dict[str, Callable[[Plan], None]] = {
-    stage.__name__: stage for stage in (prompts, answers, capture, train, accept, cost, recall, report)
+    stage.__name__: stage for stage in (prompts, answers, capture, train, tune, accept, cost, recall, report)
 }
 
 

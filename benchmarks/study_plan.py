@@ -43,6 +43,7 @@ class Plan(Options):
     short_prompts: int = Field(ge=1, description="short prompts answered for training")
     long_prompts: int = Field(ge=1, description="long prompts answered for training")
     per_kind: int = Field(ge=1, description="long prompts made for training, of each kind")
+    tune_prompts: int = Field(ge=2, description="other long prompts, by which training-free arms choose their options")
     per_cell: int = Field(ge=1, description="prompts of the test, of each kind and context")
     training: tuple[str, ...] = Field((), description="overrides of all recipes, KEY=VALUE")
     capture: str = Field(description="recipe whose drafter reads all that the arms read, keys and values included")
@@ -60,9 +61,15 @@ class Plan(Options):
         found = {f"{arm.name}-{seed}": str(run / "best") for arm, seed, run in self.trained()}
         for arm in self.arms:
             if arm.over:
-                method, _, under = arm.over.partition(":")
-                found |= {f"{arm.name}-{seed}": f"{method}:{found[f'{under}-{seed}']}" for seed in arm.seeds}
+                for seed in arm.seeds:
+                    own = self.out / f"{arm.name}-{seed}"
+                    found[own.name] = str(own) if own.exists() else self.untuned(arm, seed)
         return found
+
+    def untuned(self, arm: Arm, seed: int) -> str:
+        """What names a training-free arm's drafter as it is by default, and where no option made a difference."""
+        method, _, under = arm.over.partition(":")
+        return f"{method}:{self.out / f'{under}-{seed}' / 'best'}"
 
     def first_drafters(self) -> list[str]:
         """Of each arm that of its first seed."""

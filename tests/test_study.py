@@ -1,5 +1,6 @@
 """The long-context study's plan, its stages and its tables (`benchmarks/study*.py`), without a model."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import study
 import study_report
 from study_plan import keep_plan, read_plan
 
+from hyflash.data.prompts import load_prompts
 from hyflash.errors import UserError
 
 TOML = (Path(study.__file__).parent / "study.toml").read_text(encoding="utf-8")
@@ -24,6 +26,7 @@ draft_tokens = 5
 short_prompts = 4
 long_prompts = 4
 per_kind = 2
+tune_prompts = 2
 per_cell = 2
 base = "full"
 capture = "recipes/smol-hspec.toml"
@@ -123,6 +126,25 @@ def test_output_appears_under_its_name_only_when_its_command_ended_well(tmp_path
     assert not out.exists()
     study.run(sys.executable, "-c", "print('whole')", to=out)
     assert out.read_text() == "whole\n"
+
+
+def test_training_free_arms_are_tuned_on_prompts_that_nothing_was_trained_on(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path)
+    plan.out.mkdir()
+    said = [[{"role": "user", "content": f"Question {i}"}] for i in range(4)]
+    rows = [json.dumps({"messages": messages, "domain": "book"}) + "\n" for messages in said]
+    (plan.out / "train.jsonl").write_text("".join(rows))
+    answered = load_prompts([str(plan.out / "train.jsonl")]).prompts[1]
+    (plan.out / "long-answers.jsonl").write_text(json.dumps({"id": answered.id}) + "\n")
+    asked = []
+    monkeypatch.setattr(study, "hyflash", lambda *words: asked.append([str(word) for word in words]))
+    study.tune(plan)
+    study.tune(plan)  # is done
+    assert [words[1] for words in asked] == [f"fold:{plan.out / 'full-0' / 'best'}"]
+    assert (plan.out / "tune.jsonl").read_text() == rows[0] + rows[2]
+    assert plan.drafters()["fold-0"] == f"fold:{plan.out / 'full-0' / 'best'}"  # no option made a difference
+    (plan.out / "fold-0").mkdir()
+    assert plan.drafters()["fold-0"] == str(plan.out / "fold-0")
 
 
 def test_results_that_lack_a_drafter_are_measured_again(tmp_path):
