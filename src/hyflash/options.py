@@ -28,13 +28,18 @@ class Options(BaseModel):
                 known = ", ".join(sorted(cls.model_fields))
                 raise UserError(f"{where}: unknown option {key!r}.{nearest(key, cls.model_fields)} Known: {known}.")
         try:
-            return cls.model_validate(dict(values))
+            parsed = cls.model_validate(dict(values))
         except ValidationError as err:
             first = err.errors()[0]
             name = ".".join(str(part) for part in first["loc"]) or "options"
             if first["type"] == "missing":
                 raise UserError(f"{where}: {name} is missing; it has no default.") from err
             raise UserError(f"{where}: {name} is {first['input']!r}: {first['msg']}.") from err
+        for name, value in parsed:
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, int) and abs(part) >= 2**63:  # no tensor has such a size
+                    raise UserError(f"{where}: {name} is {part:.3g}; expected a number below 2**63.")
+        return parsed
 
     @classmethod
     def describe(cls) -> list[dict[str, Any]]:
