@@ -70,6 +70,8 @@ def test_overrides_are_laid_over_the_file(tmp_path: Path) -> None:
         (with_value("target", "num_threads", 10**9), r"num_threads is 1000000000"),
         (with_value("train", "precision", "fp8"), r"precision is 'fp8'"),
         ({**TABLES, "data": {"shards": "s", "eval_shards": "e", "held_out": 0}}, r"eval_shards is given, and held_out"),
+        (with_value("data", "batch_tokens", 64), r"batch_tokens is for live capture"),
+        ({**TABLES, "data": {"answers": "a", "verify": False}}, r"verify is for the checksums of shards"),
         (with_value("data", "answers", "a.jsonl"), r"exactly one of shards and answers"),
         ({**TABLES, "trian": {}}, r"unknown table 'trian'. Did you mean 'train'"),
         ({**TABLES, "steps": 7}, r"unknown table 'steps'. Did you mean 'train.steps'"),

@@ -132,6 +132,12 @@ def parse_recipe(tables: Mapping[str, Any], *, where: str) -> Recipe:
     _exactly_one(f"{where} [train]", {"steps": train.steps, "max_sec": train.max_sec})
     if data.eval_shards is not None and not data.held_out:
         raise UserError(f"{where} [data]: eval_shards is given, and held_out, how many of its examples to use, is 0.")
+    if data.shards and "batch_tokens" in tables["data"]:
+        raise UserError(
+            f"{where} [data]: batch_tokens is for live capture of answers; shards are captured. Leave it out."
+        )
+    if not data.shards and not data.eval_shards and "verify" in tables["data"]:
+        raise UserError(f"{where} [data]: verify is for the checksums of shards, and there are none. Leave it out.")
     options = dict(tables.get("drafter", {}))
     name, init = options.pop("name", None), options.pop("init", None)
     if not isinstance(name, str) or not isinstance(init, str | None):
