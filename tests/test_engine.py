@@ -212,6 +212,23 @@ def test_the_drafter_gets_each_committed_token_once_with_its_own_features() -> N
     assert [len(v.drafts[0].tokens) for v in verdicts] == [r.num_drafted for r in result.rounds]
 
 
+def test_drafts_behind_a_recheck_count_neither_as_hits_nor_as_misses() -> None:
+    """Every draft is right, and every margin so near a tie that a block ends with its first token."""
+    target = ToyTarget(random_table(5))
+    target.epsilon = 100.0
+    drafter = ScriptDrafter(oracle(target), target.info)
+    engine = Engine(target, drafter, policy=FixedLength(4), exact="recheck")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    request = engine.submit(Request(prompt_ids=(4, 5), params=params))
+    for _ in range(8):
+        engine.step()
+    rates = engine._stats[request].rates()
+    assert rates[0] > rates[1] == engine.policy.new_stats().rates()[1]  # of the second nothing is known
+    verdicts = [c.verdict for c in drafter.commits if c.verdict is not None]
+    assert len(verdicts) == engine.counters["rechecks"] > 4
+    assert all(len(v.drafts[0].tokens) == v.num_accepted[0] == 1 for v in verdicts)
+
+
 def test_a_verdict_brings_each_draft_back_as_it_was_made_and_cut_to_what_was_verified() -> None:
     target = ToyTarget.chain([], vocab_size=16, eos=())
     drafter = ScriptDrafter(lambda text, n: [(text[-1] + 1) % 16, 99 if text[-1] % 2 else 3, 4], target.info)

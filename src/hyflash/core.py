@@ -314,7 +314,8 @@ class Verdict(NamedTuple):
     """How the last proposal of each row fared; lets a drafter learn without `propose` writing state."""
 
     drafts: Sequence[Draft]
-    """B, with the tokens that were verified, none where the row had no draft."""
+    """B, with the tokens that were judged, none where the row had no draft. A round that ends without a token of the
+    target's own (a stop, a recheck) judges no more than it accepts."""
     num_accepted: Sequence[int]
     """B"""
     followers: Sequence[int | None] = ()

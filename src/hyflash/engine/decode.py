@@ -245,7 +245,7 @@ class Engine:
         )
         out = self.target.forward(rows)
         verified = time.perf_counter()
-        events, kept, accepted, first = [], [], [], 0
+        events, kept, judged, accepted, first = [], [], [], [], 0
         followers: list[int | None] = []
         for p, draft, spread, block in zip(running, drafts, probs, blocks, strict=True):
             before, num_drafted = len(p.token_ids), len(draft.tokens)
@@ -253,17 +253,20 @@ class Engine:
             first += len(block)
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
+            if num_committed == num_accepted:  # a stop or a recheck ended the round: what follows was not judged
+                draft = draft._replace(tokens=draft.tokens[:num_accepted], confidence=draft.confidence[:num_accepted])
+            judged.append(draft)
             followers.append(p.token_ids[-1] if num_committed > num_accepted else None)
             counts = {"num_drafted": num_drafted, "num_accepted": num_accepted, "num_committed": num_committed}
             p.rounds.append(RoundTrace(**counts, source=draft.source if num_drafted else ""))
-            self._stats[p.request_id].observe(num_drafted, num_accepted)
+            self._stats[p.request_id].observe(len(draft.tokens), num_accepted)
             p.last_token_sec = time.perf_counter()
             p.first_token_sec = p.first_token_sec or p.last_token_sec
             self.target.truncate(p.seq, p.position - 1)
             events.append(p.event(tuple(p.token_ids[before:]), num_drafted, num_accepted))
         ready = time.perf_counter()
         if asked:
-            verdict = Verdict(drafts, accepted, followers, replies(out, drafts) if self._recycles else ())
+            verdict = Verdict(judged, accepted, followers, replies(out, drafts) if self._recycles else ())
             self._commit(running, kept, out.features, rows.lengths, verdict=verdict)
         else:
             self._commit_later(running, kept, out.features, rows.lengths)
