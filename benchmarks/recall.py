@@ -72,20 +72,19 @@ def arguments() -> argparse.Namespace:
 def make_text(target: api.LoadedTarget, distance: int, rng: random.Random, *, told: bool) -> Text:
     """A fact, about `distance` tokens of other sentences, and the fact's beginning; without the fact if not `told`."""
     encode = target.tokenizer.encode
-    num_special = len(encode(""))  # a token that begins texts stands at the beginning only
     start = f"The three words of {_one(OWNERS, rng)} are"
     fact = f" {_one(PLACES, rng)} {_one(COLOURS, rng)} {_one(THINGS, rng)}"
     before = encode("It was an ordinary day. " + (start + fact + "." if told else ""))
     filler: list[int] = []
     while len(filler) < distance:
-        filler += encode(" " + rng.choice(FILLER))[num_special:]
-    again = encode("\n" + start)[num_special:]
-    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact)[num_special:]))
+        filler += encode(" " + rng.choice(FILLER), begins=False)
+    again = encode("\n" + start, begins=False)
+    return Text(tuple(before + filler[:distance] + again), tuple(encode(fact, begins=False)))
 
 
 def recordings(target: api.LoadedTarget, drafters: Collection[Drafter], texts: list[Text]) -> list[Recording]:
     """The texts with what the drafters read of the target; one token more, so that all of the fact may be drafted."""
-    end = target.tokenizer.encode(".")[-1:]
+    end = target.tokenizer.encode(".", begins=False)[:1]
     taps = sorted({tap for drafter in drafters for tap in drafter.target_layer_ids})
     kv_layers = sorted({layer for drafter in drafters for layer in drafter.target_kv_layers})
     return [record(target.model, taps, text.prompt, [*text.fact, *end], kv_layers=kv_layers) for text in texts]

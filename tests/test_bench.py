@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 import result_lines
-from helpers import TINY_CONTEXT, tiny_target_dir
+from helpers import TINY_CONTEXT, tiny_target_dir, tiny_tokenizer
 from hyflash.bench import costs, run, workloads
 from hyflash.bench.workloads import Workload
 from hyflash.cli import main
@@ -126,6 +127,16 @@ def test_stretched_prompts_repeat_by_seed_and_filler_is_of_others(tokenizer: Tok
     assert one.sha256 == same.sha256
     assert one.sha256 != other.sha256
     assert tokenizer.decode(one.prompts[0]).count("Why is the sky blue") == 1
+
+
+def test_a_token_that_begins_texts_stands_at_the_beginning_of_stretched_prompts_only() -> None:
+    own = tiny_tokenizer(template=None)
+    begin = own.convert_tokens_to_ids("<|im_start|>")
+    processor = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", begin)])
+    own.backend_tokenizer.post_processor = processor
+    tokenizer = Tokenizer(own, "toy")
+    got = workloads.stretched("chat", workloads.read(["demo"], limit=None)["chat"], tokenizer, context=500)
+    assert [(ids[0], ids.count(begin)) for ids in got.prompts] == [(begin, 1)] * 4
 
 
 def test_context_shorter_than_the_template_is_refused(tokenizer: Tokenizer) -> None:

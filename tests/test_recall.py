@@ -38,8 +38,8 @@ def test_without_the_fact_nothing_of_it_is_in_the_text(target: api.LoadedTarget)
 
 
 def test_a_token_that_begins_texts_stands_at_the_beginning_only() -> None:
-    def encode(text: str) -> list[int]:
-        return [1, *(ord(c) for c in text)]
+    def encode(text: str, *, begins: bool = True) -> list[int]:
+        return [*([1] if begins else []), *(ord(c) for c in text)]
 
     target: Any = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode))
     text = recall.make_text(target, 200, random.Random(0), told=True)

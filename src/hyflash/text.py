@@ -40,9 +40,9 @@ class Tokenizer:
         except Exception as err:  # transformers raises many kinds here
             raise UserError(f"no tokenizer could be loaded from {str(path)!r}: {reason(err)}") from err
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of raw text, with the model's own leading special tokens."""
-        return list(self._tokenizer(text).input_ids)
+    def encode(self, text: str, *, begins: bool = True) -> list[int]:
+        """Ids of raw text; where it begins a sequence, with the special tokens that the model has there."""
+        return list(self._tokenizer(text, add_special_tokens=begins).input_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens."""

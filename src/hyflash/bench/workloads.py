@@ -141,7 +141,7 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, thinking: bool | None) -> list
 def _head_length(prompt: Prompt, tokenizer: Tokenizer, thinking: bool | None) -> int:
     """Tokens before the last user turn's own text: what two different texts in its place have in common."""
     if not tokenizer.has_template:
-        return 0
+        return len(tokenizer.encode(""))
     first, second = (
         tokenizer.chat([*prompt.messages[:-1], {"role": "user", "content": text}], thinking) for text in ("A", "7")
     )
@@ -154,7 +154,7 @@ def _filler(texts: Sequence[str], own: int, tokenizer: Tokenizer, *, num_tokens:
     random.Random(f"{seed}:{own}").shuffle(order)
     pool: list[int] = []
     for i in order:
-        pool += tokenizer.encode(texts[i] + "\n\n")
+        pool += tokenizer.encode(texts[i] + "\n\n", begins=False)
         if len(pool) >= num_tokens:
             break
     return (pool * (num_tokens // len(pool) + 1))[:num_tokens]
