@@ -450,7 +450,7 @@ def test_a_head_of_its_own_drafts_what_it_lists_and_nothing_of_the_context() -> 
     batch = random_batch(drafter, (30, 20))
     rows = drafts(ask_all(drafter, filled(drafter, batch, (29, 19)), (0, 1), [4, 5]))
     assert {token for row in rows for token in row} <= set(range(20, 26))
-    assert "seen" not in drafter._fixed(1)
+    assert "words" not in drafter._fixed(1)
 
 
 def test_a_head_of_its_own_starts_as_the_targets_and_keeps_what_it_learnt(tmp_path: Path) -> None:

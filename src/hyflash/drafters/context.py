@@ -254,7 +254,7 @@ class BlockState(State):
     stores: list[ContextStore]
     """One per layer."""
     fixed: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> (rows, ...): last features, seen tokens, memories."""
+    """Name -> (rows, ...): last features, words, memories."""
 
     @classmethod
     def of(cls, state: State) -> BlockState:

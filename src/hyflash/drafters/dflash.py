@@ -136,7 +136,7 @@ class DrafterImpl(BlockModel):
         if self.ridge is not None:
             shape = (num_rows, len(self.start_index), self.config.hidden_size)
             fixed["last"] = torch.zeros(shape, dtype=self.fc.weight.dtype, device=device)
-        return {**fixed, **self._seen(num_rows)}
+        return {**fixed, **self._words(num_rows)}
 
     def new_state(self, num_rows: int) -> BlockState:
         """Empty state: rings are allocated whole, growing stores as tokens come."""
@@ -305,7 +305,7 @@ class DrafterImpl(BlockModel):
         seen = sum(min(width, context_tokens) if width else context_tokens for width in self.windows)
         layer_weights = sum(p.numel() for name, p in self.layers.named_parameters() if ".memory." not in name)
         flops = 2 * slots * layer_weights + 4 * slots * cfg.num_heads * cfg.head_dim * (seen + slots * cfg.num_layers)
-        flops += 2 * cfg.num_draft_tokens * dim * (cfg.draft_vocab_size or self.hooks.info.vocab_size)
+        flops += 2 * cfg.num_draft_tokens * dim * self._head_size
         flops += 2 * sum(p.numel() for part in (self.ridge,) if part is not None for p in part.parameters())
         if self.correction is not None:
             flops += 2 * cfg.num_draft_tokens * sum(p.numel() for p in self.correction.parameters())

@@ -272,7 +272,7 @@ class DrafterImpl(FeatureDrafter):
     def _fixed(self, num_rows: int) -> dict[str, Tensor]:
         """Zeroed fixed-size entries of the state: the last token's feature, whose follower is the next anchor, and what
         a slot that is not full yet holds."""
-        fixed = {} if self.lm_head is not None else self._seen(num_rows)
+        fixed = {} if self.lm_head is not None else self._words(num_rows)
         fixed["last"] = self.fc.weight.new_zeros(num_rows, self.config.hidden_size)
         if self.config.slot_ratio:
             size = (num_rows, 2 * self.config.hidden_size)
@@ -360,7 +360,7 @@ class DrafterImpl(FeatureDrafter):
             seen = min(cfg.sink + cfg.window, context_tokens)
             seen += self.rule.num_slots(max(0, context_tokens - cfg.window))
         step = 2 * weights + 4 * cfg.num_heads * cfg.head_dim * (seen + cfg.num_draft_tokens)
-        step += 2 * cfg.hidden_size * (cfg.draft_vocab_size or self.hooks.info.vocab_size)
+        step += 2 * cfg.hidden_size * (self._head_size if self.lm_head is None else self.lm_head.out_features)
         copied = 0 if cfg.own_head else cfg.draft_vocab_size * cfg.hidden_size * self.fc.weight.itemsize
         pair = attention.k_proj.weight.numel() + attention.v_proj.weight.numel()
         return DraftCost(

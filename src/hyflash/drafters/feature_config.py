@@ -47,6 +47,9 @@ class FeatureConfig(DrafterConfig):
     rms_norm_eps: float = Field(default=0.0, ge=0, description="epsilon of the norms; 0 as the target")
     max_positions: int = Field(default=0, ge=0, description="longest context without window; 0 as the target")
     draft_vocab_size: int = Field(default=0, ge=0, description="draft vocabulary, widened by context; 0 all tokens")
+    context_vocab_size: int = Field(
+        default=256, ge=1, description="other tokens that may be drafted: so many different ones, the context's last"
+    )
     loss: LossKind = Field(default="ce", description="ce, ce_tv (0.1 ce + 0.9 total variation to the target) or kl")
     gamma: float = Field(default=4.0, ge=0, description="decay of the loss weights exp(-(k-1)/gamma); 0 none")
     dpace: bool = Field(default=False, description="weigh positions by worth (D-PACE), not by gamma")

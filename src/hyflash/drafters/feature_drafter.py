@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftOutput, DraftRequest, Proposal, TargetHooks, TrainBatch
@@ -18,7 +20,7 @@ from hyflash.drafters.context import BlockState
 from hyflash.drafters.feature_config import FeatureConfig
 from hyflash.drafters.objective import Reduced, at_positions
 from hyflash.drafters.picking import Picker
-from hyflash.drafters.vocab import HeadRows, ReducedHead, ServingHead, full_head
+from hyflash.drafters.vocab import WORDS, HeadRows, ReducedHead, ServingHead, full_head, outside_of, use_words
 from hyflash.errors import HyflashError, UserError
 
 FEATURE_LIMIT = 65504.0
@@ -40,13 +42,14 @@ class FeatureDrafter(Drafter):
         self.register_buffer("draft_ids", static)
         self._rows = HeadRows(hooks) if config.draft_vocab_size > 0 else None
         self._head: ReducedHead | None = None
+        self._outside: NDArray[np.bool_] | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------------------- what is made from weights
 
     def forget(self) -> None:
         """Drop what was made from the weights, because they change: here the rows of the reduced head."""
-        self._head = None
+        self._head = self._outside = None
 
     def train(self, mode: bool = True) -> Self:
         """As usual."""
@@ -111,27 +114,35 @@ class FeatureDrafter(Drafter):
             self._head = ReducedHead(self._rows, self.draft_ids, self._logit_table())
         return self._head
 
+    @property
+    def _head_size(self) -> int:
+        """Most tokens that a context's logits are of."""
+        vocab, cfg = self.hooks.info.vocab_size, self.config
+        return min(vocab, cfg.draft_vocab_size + cfg.context_vocab_size) if cfg.draft_vocab_size else vocab
+
     def _serving_head(self, state: BlockState, request: DraftRequest) -> ServingHead:
         if self.draft_ids is None:
             table = self._logit_table()
             tables = () if table is None else (table,)
             return ServingHead(hooks=self.hooks, ids=None, parts=(), allowed=None, tables=tables)
-        return self._reduced_head().serving(state.fixed["seen"][list(request.rows)], self._anchors(request))
+        words = state.fixed[WORDS]
+        return self._reduced_head().serving([words[row] for row in request.rows], request.anchors)
 
-    def _seen(self, num_rows: int) -> dict[str, Tensor]:
-        """The state's entry for tokens of the context, (num_rows, V), where the vocabulary is reduced."""
+    def _words(self, num_rows: int) -> dict[str, Tensor]:
+        """The state's entry for the words of the context, (num_rows, N), where the vocabulary is reduced."""
         if self.draft_ids is None:
             return {}
-        size = (num_rows, self.hooks.info.vocab_size)
-        return {"seen": torch.zeros(size, dtype=torch.uint8, device=self.fc.weight.device)}
+        most = min(self.config.context_vocab_size, self.hooks.info.vocab_size - len(self.draft_ids))
+        return {WORDS: torch.zeros(num_rows, most, dtype=torch.int32)}
 
-    @staticmethod
-    def _count(state: BlockState, new: Commit) -> None:
-        """Add committed tokens to the rows' lengths, and to what they have seen."""
+    def _count(self, state: BlockState, new: Commit) -> None:
+        """Add committed tokens to the rows' lengths, and to their words."""
+        if self.draft_ids is not None and self._outside is None:
+            self._outside = outside_of(self.draft_ids, self.hooks.info.vocab_size)
         for row, tokens in zip(new.rows, new.tokens, strict=True):
             state.lengths[row] += len(tokens)
-            if "seen" in state.fixed:
-                state.fixed["seen"][row, list(tokens)] = 1
+            if self._outside is not None and WORDS in state.fixed:
+                use_words(state.fixed[WORDS][row], tokens, self._outside)
 
     # --------------------------------------------------------------------------------------------- proposal
 

@@ -136,7 +136,7 @@ class LogitDrafter(hyflash.DrafterImpl):
         """As the backbone's, and the head's weights and steps."""
         base, cfg = super().cost(context_tokens), self.config
         copied = cfg.draft_vocab_size * self.latent_width * self.fc.weight.itemsize
-        step = self._step_weights() + (cfg.draft_vocab_size or self.hooks.info.vocab_size) * self.latent_width
+        step = self._step_weights() + self._head_size * self.latent_width
         return replace(
             base,
             weight_bytes=base.weight_bytes + copied,

@@ -1,18 +1,23 @@
 """The head of a block drafter: the target's own, or a few of its rows.
 
-On a small target the head is most of a draft pass. A reduced head has a static list of frequent tokens and adds
-every token already seen in this context, which covers more than a list twice as long (FR-Spec, arXiv 2502.14856,
-has the static part). In: hidden states and which tokens each row has seen. Out: logits and the ids they stand for.
-A drafter's own low-rank addition to the logits is computed for the same ids.
+On a small target the head is most of a draft pass. A reduced head has a static list of frequent tokens and adds the
+tokens that this context used last, which covers more than a list twice as long (FR-Spec, arXiv 2502.14856, has the
+static part). In: hidden states and each row's words. Out: logits and the ids they stand for. A drafter's own low-rank
+addition to the logits is computed for the same ids.
+
+The words of a context are a fixed number of different tokens outside the static list, so that neither the state nor
+the time of a pass grows with the context: (N,) int32 on the CPU, the last used first, ids + 1 and 0 where empty.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hyflash.core import TargetHooks
@@ -20,6 +25,8 @@ from hyflash.layers import GRUCorrection, MarkovCorrection
 
 # Finite, so that a masked column is not taken for a fault of the drafter.
 HIDDEN_LOGIT = -1e30
+WORDS = "words"
+"""Name of a context's words in a state."""
 
 Step = Callable[[int, Tensor], Tensor]
 """Logits (B, M) at draft position k, from 0, after the tokens (B,) chosen before it; asked for one after another."""
@@ -128,6 +135,29 @@ class ServingHead:
         return torch.stack(logits, dim=1), torch.stack(previous[:-1], dim=1)
 
 
+def use_words(words: Tensor, tokens: Sequence[int], outside: NDArray[np.bool_]) -> None:
+    """Take the tokens that come next into a context's words (N,); `outside` (V,): not in the static list."""
+    used = np.asarray(tokens, dtype=np.int64)
+    fresh = used[outside[used]][::-1] + 1
+    if fresh.size:
+        known = words.numpy()
+        order = np.concatenate((fresh.astype(np.int32), known[known > 0]))
+        _, first = np.unique(order, return_index=True)
+        kept = order[np.sort(first)][: len(known)]
+        known[: len(kept)] = kept
+
+
+def words_of(words: Tensor, anchor: int, outside: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Ids (n,), ascending, of a context's words (N,) and of its anchor if the static list lacks it."""
+    known = words.numpy()
+    ids = np.sort(known[known > 0]).astype(np.int64) - 1
+    if outside[anchor]:
+        at = int(np.searchsorted(ids, anchor))
+        if at == len(ids) or ids[at] != anchor:
+            ids = np.insert(ids, at, anchor)
+    return ids
+
+
 class ReducedHead:
     """Keeps the head rows of a static list and adds rows per round."""
 
@@ -138,23 +168,29 @@ class ReducedHead:
         self.static = rows(ids)
         self.table = table
         self.static_table = None if table is None else table[ids]
-        self.is_static = torch.zeros(rows.hooks.info.vocab_size, dtype=torch.bool, device=ids.device)
-        self.is_static[ids] = True
+        self.outside = outside_of(ids, rows.hooks.info.vocab_size)
 
-    def serving(self, seen: Tensor, anchors: Tensor) -> ServingHead:
-        """Head for rows with seen tokens (B, V) uint8 and anchors (B,): static, seen and the anchor's own token."""
-        extra = seen.bool()
-        extra[torch.arange(len(anchors), device=seen.device), anchors] = True
-        extra &= ~self.is_static
-        more = extra.any(0).nonzero()[:, 0]
-        static = torch.ones(len(anchors), len(self.ids), dtype=torch.bool, device=seen.device)
+    def serving(self, words: Sequence[Tensor], anchors: Sequence[int]) -> ServingHead:
+        """Head for B contexts' words (N,) and their anchors: the static list, the words and the anchors' own tokens."""
+        own = [words_of(some, anchor, self.outside) for some, anchor in zip(words, anchors, strict=True)]
+        every, device = np.unique(np.concatenate(own)), self.ids.device
+        more = torch.from_numpy(every).to(device)
+        extra = torch.from_numpy(np.stack([np.isin(every, ids, assume_unique=True) for ids in own])).to(device)
+        static = torch.ones(len(own), len(self.ids), dtype=torch.bool, device=device)
         return ServingHead(
             hooks=self.rows.hooks,
             ids=torch.cat((self.ids, more)),
             parts=(self.static, self.rows(more)),
-            allowed=torch.cat((static, extra[:, more]), dim=1),
+            allowed=torch.cat((static, extra), dim=1),
             tables=() if self.table is None or self.static_table is None else (self.static_table, self.table[more]),
         )
+
+
+def outside_of(static: Tensor, vocab_size: int) -> NDArray[np.bool_]:
+    """Which tokens (V,) are not in a static list."""
+    outside = np.ones(vocab_size, dtype=np.bool_)
+    outside[static.cpu().numpy()] = False
+    return outside
 
 
 def training_vocab(static: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
