@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hyflash.core import Commit, DraftOutput, DraftRequest, Proposal, TargetHooks, TrainBatch
@@ -20,7 +18,7 @@ from hyflash.drafters.context import BlockState
 from hyflash.drafters.feature_config import FeatureConfig
 from hyflash.drafters.objective import Reduced, at_positions
 from hyflash.drafters.picking import Picker
-from hyflash.drafters.vocab import WORDS, HeadRows, ReducedHead, ServingHead, full_head, outside_of, use_words
+from hyflash.drafters.vocab import WORDS, HeadRows, ReducedHead, ServingHead, full_head, use_words
 from hyflash.errors import HyflashError, UserError
 
 FEATURE_LIMIT = 65504.0
@@ -42,14 +40,13 @@ class FeatureDrafter(Drafter):
         self.register_buffer("draft_ids", static)
         self._rows = HeadRows(hooks) if config.draft_vocab_size > 0 else None
         self._head: ReducedHead | None = None
-        self._outside: NDArray[np.bool_] | None = None
         self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
 
     # ----------------------------------------------------------------------------- what is made from weights
 
     def forget(self) -> None:
         """Drop what was made from the weights, because they change: here the rows of the reduced head."""
-        self._head = self._outside = None
+        self._head = None
 
     def train(self, mode: bool = True) -> Self:
         """As usual."""
@@ -137,12 +134,10 @@ class FeatureDrafter(Drafter):
 
     def _count(self, state: BlockState, new: Commit) -> None:
         """Add committed tokens to the rows' lengths, and to their words."""
-        if self.draft_ids is not None and self._outside is None:
-            self._outside = outside_of(self.draft_ids, self.hooks.info.vocab_size)
         for row, tokens in zip(new.rows, new.tokens, strict=True):
             state.lengths[row] += len(tokens)
-            if self._outside is not None and WORDS in state.fixed:
-                use_words(state.fixed[WORDS][row], tokens, self._outside)
+            if WORDS in state.fixed:
+                use_words(state.fixed[WORDS][row], tokens, self._reduced_head().outside)
 
     # --------------------------------------------------------------------------------------------- proposal
 
