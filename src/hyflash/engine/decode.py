@@ -38,7 +38,7 @@ from hyflash.engine.length import FixedLength, LengthPolicy, RowStats
 from hyflash.engine.offload import Offload, read_again
 from hyflash.engine.progress import Progress, check_params, check_request
 from hyflash.engine.target_kv import RowKV
-from hyflash.engine.verify import choices, num_best, replies, verify, weigh
+from hyflash.engine.verify import choices, judged_part, num_best, replies, verify, weigh
 from hyflash.errors import HyflashError, UserError
 from hyflash.targets.base import Exactness, Target
 from hyflash.text import Tokenizer
@@ -253,13 +253,11 @@ class Engine:
             first += len(block)
             kept.append(block[:num_committed])
             accepted.append(num_accepted)
-            if num_committed == num_accepted:  # a stop or a recheck ended the round: what follows was not judged
-                draft = draft._replace(tokens=draft.tokens[:num_accepted], confidence=draft.confidence[:num_accepted])
-            judged.append(draft)
+            judged.append(judged_part(draft, num_accepted=num_accepted, num_committed=num_committed))
             followers.append(p.token_ids[-1] if num_committed > num_accepted else None)
             counts = {"num_drafted": num_drafted, "num_accepted": num_accepted, "num_committed": num_committed}
             p.rounds.append(RoundTrace(**counts, source=draft.source if num_drafted else ""))
-            self._stats[p.request_id].observe(len(draft.tokens), num_accepted)
+            self._stats[p.request_id].observe(len(judged[-1].tokens), num_accepted)
             p.last_token_sec = time.perf_counter()
             p.first_token_sec = p.first_token_sec or p.last_token_sec
             self.target.truncate(p.seq, p.position - 1)

@@ -69,6 +69,14 @@ def verify(
     return Outcome(num_accepted=accepted, num_committed=committed, num_near_ties=near_ties, num_rechecks=rechecks)
 
 
+def judged_part(draft: Draft, *, num_accepted: int, num_committed: int) -> Draft:
+    """What a round judged of a draft: all that counts as hit or miss. Where a stop or a recheck ended the round without
+    a token of the target's own, nothing judged the draft after the accepted ones."""
+    if num_committed > num_accepted:
+        return draft
+    return draft._replace(tokens=draft.tokens[:num_accepted], confidence=draft.confidence[:num_accepted])
+
+
 def weigh(progress: Progress, drafts: Sequence[int], probs: Tensor | None) -> list[Proposed | None]:
     """For each row of a block the draft that its choice is made with: none after the last one, and none at all where
     the request wants the tokens of its seed. `probs` (L, V) are the drafts' distributions, None where certain."""
